@@ -1,0 +1,115 @@
+// Generated from src/contract/ by `cargo run --example render_contract`. Don't edit.
+#pragma once
+
+constexpr unsigned int MAX_SITES = 4;
+constexpr unsigned int MAX_OPERANDS = 8;
+constexpr unsigned int THREADS = 128;
+constexpr unsigned int BGMV_SHRINK_RANKS = 4;
+constexpr unsigned int BGMV_EXPAND_OUTPUTS = 256;
+constexpr unsigned int SGMV_TILE_ROWS = 16;
+constexpr unsigned int SGMV_SHRINK_RANKS = 16;
+constexpr unsigned int SGMV_EXPAND_OUTPUTS = 32;
+constexpr unsigned int SGMV_DEPTH = 32;
+constexpr unsigned int MAX_RANK = 512;
+constexpr unsigned int DTYPE_F32 = 0;
+constexpr unsigned int DTYPE_F16 = 1;
+constexpr unsigned int DTYPE_BF16 = 2;
+
+// bgmv_shrink: batch, tables, weights, x, z
+// bgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+// sgmv_shrink: batch, tables, weights, x, z
+// sgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+
+// A row of the batch: which adapter it has. `batch[row]` from word 0 on.
+struct RowRef {
+    // Slot of the row's adapter; negative: no delta.
+    int slot;
+    // The row's own multiplier, 1 where none was asked for.
+    float scale;
+};
+
+// Up to SGMV_TILE_ROWS consecutive rows of one slot. Entry t of the batch's tiles.
+struct Tile {
+    // Slot of all the tile's rows; negative: nothing to do.
+    int slot;
+    // Index of the first row in the batch.
+    unsigned int first_row;
+    // Number of rows, 1..=SGMV_TILE_ROWS; 0: an unused tile.
+    unsigned int rows;
+    // Unused.
+    unsigned int reserved;
+};
+
+// One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
+struct SiteParams {
+    // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
+    unsigned int cells;
+    // Word offset of `slots` u32 true ranks.
+    unsigned int ranks;
+    // Word offset of `slots` f32 scales.
+    unsigned int scales;
+    // Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+    unsigned int span;
+    // Number of outputs (rows of B).
+    unsigned int out_features;
+    // Which of the y operands holds the outputs, 0..MAX_SITES.
+    unsigned int y_operand;
+    // Element of that operand where output 0 of row 0 lies.
+    unsigned int y_offset;
+    // Elements between rows of y.
+    unsigned int y_stride;
+    // f32 elements from the start of a z row to this site's part.
+    unsigned int z_offset;
+    // Unused.
+    unsigned int reserved0;
+    // Unused.
+    unsigned int reserved1;
+    // Unused.
+    unsigned int reserved2;
+};
+
+// Parameters of a launch, the same for every kernel. Row 0 of x, y and z is row `row_first` of the batch.
+struct Params {
+    // Rows in this launch: x, y and z hold that many.
+    unsigned int rows;
+    // Index in the batch of the launch's first row.
+    unsigned int row_first;
+    // Entries of every table array (max_loras).
+    unsigned int slots;
+    // First slot of the launch's window: rows of other slots are another launch's.
+    unsigned int slot_first;
+    // Number of slots in the window.
+    unsigned int slot_count;
+    // Number of sites in use.
+    unsigned int sites;
+    // Columns of A, elements of a row of x that are read.
+    unsigned int in_features;
+    // Elements between rows of x.
+    unsigned int x_stride;
+    // Elements between rows of A.
+    unsigned int a_stride;
+    // Elements between rows of B.
+    unsigned int b_stride;
+    // f32 elements between rows of z.
+    unsigned int z_stride;
+    // Largest rank that a table may name; a larger one is skipped.
+    unsigned int max_rank;
+    // Word offset of the tiles in the batch operand (SGMV).
+    unsigned int tiles_at;
+    // Number of tiles (SGMV).
+    unsigned int tiles;
+    // Address of the weights operand's first byte, low word.
+    unsigned int weights_lo;
+    // Address of the weights operand's first byte, high word.
+    unsigned int weights_hi;
+    // Bytes of the weights operand, low word.
+    unsigned int weights_len_lo;
+    // Bytes of the weights operand, high word.
+    unsigned int weights_len_hi;
+    // Largest out_features of the sites in use.
+    unsigned int max_out;
+    // Unused.
+    unsigned int reserved;
+    // The sites; entries from `sites` on are zero.
+    SiteParams site[MAX_SITES];
+};

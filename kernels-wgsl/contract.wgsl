@@ -1,0 +1,121 @@
+// Generated from src/contract/ by `cargo run --example render_contract`. Don't edit.
+
+const MAX_SITES: u32 = 4u;
+const MAX_OPERANDS: u32 = 8u;
+const THREADS: u32 = 128u;
+const BGMV_SHRINK_RANKS: u32 = 4u;
+const BGMV_EXPAND_OUTPUTS: u32 = 256u;
+const SGMV_TILE_ROWS: u32 = 16u;
+const SGMV_SHRINK_RANKS: u32 = 16u;
+const SGMV_EXPAND_OUTPUTS: u32 = 32u;
+const SGMV_DEPTH: u32 = 32u;
+const MAX_RANK: u32 = 512u;
+const DTYPE_F32: u32 = 0u;
+const DTYPE_F16: u32 = 1u;
+const DTYPE_BF16: u32 = 2u;
+
+// bgmv_shrink: batch, tables, weights, x, z
+// bgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+// sgmv_shrink: batch, tables, weights, x, z
+// sgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+
+// A row of the batch: which adapter it has. `batch[row]` from word 0 on.
+struct RowRef {
+    // Slot of the row's adapter; negative: no delta.
+    slot: i32,
+    // The row's own multiplier, 1 where none was asked for.
+    scale: f32,
+}
+
+// Up to SGMV_TILE_ROWS consecutive rows of one slot. Entry t of the batch's tiles.
+struct Tile {
+    // Slot of all the tile's rows; negative: nothing to do.
+    slot: i32,
+    // Index of the first row in the batch.
+    first_row: u32,
+    // Number of rows, 1..=SGMV_TILE_ROWS; 0: an unused tile.
+    rows: u32,
+    // Unused.
+    reserved: u32,
+}
+
+// One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
+struct SiteParams {
+    // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
+    cells: u32,
+    // Word offset of `slots` u32 true ranks.
+    ranks: u32,
+    // Word offset of `slots` f32 scales.
+    scales: u32,
+    // Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+    span: u32,
+    // Number of outputs (rows of B).
+    out_features: u32,
+    // Which of the y operands holds the outputs, 0..MAX_SITES.
+    y_operand: u32,
+    // Element of that operand where output 0 of row 0 lies.
+    y_offset: u32,
+    // Elements between rows of y.
+    y_stride: u32,
+    // f32 elements from the start of a z row to this site's part.
+    z_offset: u32,
+    // Unused.
+    reserved0: u32,
+    // Unused.
+    reserved1: u32,
+    // Unused.
+    reserved2: u32,
+}
+
+// Parameters of a launch, the same for every kernel. Row 0 of x, y and z is row `row_first` of the batch.
+struct Params {
+    // Rows in this launch: x, y and z hold that many.
+    rows: u32,
+    // Index in the batch of the launch's first row.
+    row_first: u32,
+    // Entries of every table array (max_loras).
+    slots: u32,
+    // First slot of the launch's window: rows of other slots are another launch's.
+    slot_first: u32,
+    // Number of slots in the window.
+    slot_count: u32,
+    // Number of sites in use.
+    sites: u32,
+    // Columns of A, elements of a row of x that are read.
+    in_features: u32,
+    // Elements between rows of x.
+    x_stride: u32,
+    // Elements between rows of A.
+    a_stride: u32,
+    // Elements between rows of B.
+    b_stride: u32,
+    // f32 elements between rows of z.
+    z_stride: u32,
+    // Largest rank that a table may name; a larger one is skipped.
+    max_rank: u32,
+    // Word offset of the tiles in the batch operand (SGMV).
+    tiles_at: u32,
+    // Number of tiles (SGMV).
+    tiles: u32,
+    // Address of the weights operand's first byte, low word.
+    weights_lo: u32,
+    // Address of the weights operand's first byte, high word.
+    weights_hi: u32,
+    // Bytes of the weights operand, low word.
+    weights_len_lo: u32,
+    // Bytes of the weights operand, high word.
+    weights_len_hi: u32,
+    // Largest out_features of the sites in use.
+    max_out: u32,
+    // Unused.
+    reserved: u32,
+    // The sites; entries from `sites` on are zero.
+    site: array<SiteParams, 4>,
+}
+
+// The uniform binding. Operand i is storage binding i of group 0, an array of 32-bit words.
+struct Envelope {
+    params: Params,
+    // Bytes from the start of storage binding i to operand i: bindings begin at the device's alignment.
+    origin: array<vec4<u32>, 2>,
+}

@@ -1,0 +1,413 @@
+//! The kernel contract, stated once: constants, parameter blocks, operands and grids of every kernel.
+//!
+//! Host code and the three kernel languages read the same statement: [`render`] prints it as
+//! `kernels-cuda/contract.cuh`, `kernels-spirv/contract.glsl` and `kernels-wgsl/contract.wgsl`,
+//! and a test compares those files with what it would print.
+//!
+//! ```text
+//! z[row][r]  = sum_k A[slot(row)][r][k] * x[row][k]                  f32, k in a fixed order
+//! y[row][n] += scale * sum_r B[slot(row)][n][r] * z[row][r]          f32, rounded once at the store
+//! slot(row) < 0, or outside the window, or cell 0, or rank 0: y[row] keeps its bits
+//! ```
+//!
+//! where `scale = scales[site][slot] * row.scale`. All arithmetic is f32; there are no floating-point
+//! atomics; each sum is taken in an order that depends on the site's shape alone, so a row has the
+//! same bits alone and in any batch, in any slot, at any `max_rank`.
+
+pub mod render;
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::memory::Region;
+
+/// Sites that one launch may serve: those that share an input, such as q, k, v.
+pub const MAX_SITES: usize = 4;
+/// Operands of the widest kernel; WebGPU's default limit of storage buffers in a stage.
+pub const MAX_OPERANDS: usize = 8;
+/// Threads of a workgroup, in every kernel. WebGPU's default limit is 256.
+pub const THREADS: u32 = 128;
+/// BGMV shrink: rank rows of A that a workgroup reduces, `THREADS / BGMV_SHRINK_RANKS` lanes each.
+pub const BGMV_SHRINK_RANKS: u32 = 4;
+/// BGMV expand: outputs of one row that a workgroup writes, two adjacent ones a thread.
+pub const BGMV_EXPAND_OUTPUTS: u32 = 256;
+/// SGMV: rows in a tile. All rows of a tile have one slot.
+pub const SGMV_TILE_ROWS: u32 = 16;
+/// SGMV shrink: rank rows of A that a workgroup takes for its tile.
+pub const SGMV_SHRINK_RANKS: u32 = 16;
+/// SGMV expand: outputs that a workgroup writes for its tile.
+pub const SGMV_EXPAND_OUTPUTS: u32 = 32;
+/// SGMV: terms of a sum that pass through workgroup memory at a time.
+pub const SGMV_DEPTH: u32 = 32;
+/// Largest rank that a pool may be set up for.
+pub const MAX_RANK: u32 = 512;
+/// A's and B's row strides are multiples of this many elements: 16 bytes in the 2-byte types.
+pub const STRIDE_ALIGN: u32 = 8;
+
+/// Declares a parameter block: a `#[repr(C)]` struct of 4-byte scalars, with its fields listed for [`render`].
+macro_rules! block {
+    ($(#[doc = $doc:literal])* $name:ident { $($(#[doc = $fdoc:literal])* $field:ident: $ty:tt,)* }) => {
+        $(#[doc = $doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+        #[repr(C)]
+        pub struct $name { $($(#[doc = $fdoc])* pub $field: block!(@rust $ty),)* }
+        impl $name {
+            /// The block as [`render`] prints it.
+            pub const BLOCK: render::Block = render::Block {
+                name: stringify!($name),
+                doc: &[$($doc),*],
+                fields: &[$(render::Field { name: stringify!($field), ty: block!(@ty $ty), doc: &[$($fdoc),*] }),*],
+            };
+        }
+    };
+    (@rust sites) => { [SiteParams; MAX_SITES] };
+    (@rust $ty:tt) => { $ty };
+    (@ty u32) => { render::Type::U32 };
+    (@ty i32) => { render::Type::I32 };
+    (@ty f32) => { render::Type::F32 };
+    (@ty sites) => { render::Type::Sites };
+}
+
+block! {
+    /// A row of the batch: which adapter it has. `batch[row]` from word 0 on.
+    RowRef {
+        /// Slot of the row's adapter; negative: no delta.
+        slot: i32,
+        /// The row's own multiplier, 1 where none was asked for.
+        scale: f32,
+    }
+}
+
+block! {
+    /// Up to SGMV_TILE_ROWS consecutive rows of one slot. Entry t of the batch's tiles.
+    Tile {
+        /// Slot of all the tile's rows; negative: nothing to do.
+        slot: i32,
+        /// Index of the first row in the batch.
+        first_row: u32,
+        /// Number of rows, 1..=SGMV_TILE_ROWS; 0: an unused tile.
+        rows: u32,
+        /// Unused.
+        reserved: u32,
+    }
+}
+
+block! {
+    /// One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
+    SiteParams {
+        /// Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
+        cells: u32,
+        /// Word offset of `slots` u32 true ranks.
+        ranks: u32,
+        /// Word offset of `slots` f32 scales.
+        scales: u32,
+        /// Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+        span: u32,
+        /// Number of outputs (rows of B).
+        out_features: u32,
+        /// Which of the y operands holds the outputs, 0..MAX_SITES.
+        y_operand: u32,
+        /// Element of that operand where output 0 of row 0 lies.
+        y_offset: u32,
+        /// Elements between rows of y.
+        y_stride: u32,
+        /// f32 elements from the start of a z row to this site's part.
+        z_offset: u32,
+        /// Unused.
+        reserved0: u32,
+        /// Unused.
+        reserved1: u32,
+        /// Unused.
+        reserved2: u32,
+    }
+}
+
+block! {
+    /// Parameters of a launch, the same for every kernel. Row 0 of x, y and z is row `row_first` of the batch.
+    Params {
+        /// Rows in this launch: x, y and z hold that many.
+        rows: u32,
+        /// Index in the batch of the launch's first row.
+        row_first: u32,
+        /// Entries of every table array (max_loras).
+        slots: u32,
+        /// First slot of the launch's window: rows of other slots are another launch's.
+        slot_first: u32,
+        /// Number of slots in the window.
+        slot_count: u32,
+        /// Number of sites in use.
+        sites: u32,
+        /// Columns of A, elements of a row of x that are read.
+        in_features: u32,
+        /// Elements between rows of x.
+        x_stride: u32,
+        /// Elements between rows of A.
+        a_stride: u32,
+        /// Elements between rows of B.
+        b_stride: u32,
+        /// f32 elements between rows of z.
+        z_stride: u32,
+        /// Largest rank that a table may name; a larger one is skipped.
+        max_rank: u32,
+        /// Word offset of the tiles in the batch operand (SGMV).
+        tiles_at: u32,
+        /// Number of tiles (SGMV).
+        tiles: u32,
+        /// Address of the weights operand's first byte, low word.
+        weights_lo: u32,
+        /// Address of the weights operand's first byte, high word.
+        weights_hi: u32,
+        /// Bytes of the weights operand, low word.
+        weights_len_lo: u32,
+        /// Bytes of the weights operand, high word.
+        weights_len_hi: u32,
+        /// Largest out_features of the sites in use.
+        max_out: u32,
+        /// Unused.
+        reserved: u32,
+        /// The sites; entries from `sites` on are zero.
+        site: sites,
+    }
+}
+
+/// What a kernel may do with an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Only read.
+    Read,
+    /// Read and written. Written operands of one launch never overlap each other or a read one.
+    Write,
+}
+
+/// One operand of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// Its name in the kernels.
+    pub name: &'static str,
+    /// Read or written.
+    pub access: Access,
+}
+
+const fn read(name: &'static str) -> Operand {
+    Operand { name, access: Access::Read }
+}
+
+const fn write(name: &'static str) -> Operand {
+    Operand { name, access: Access::Write }
+}
+
+/// The kernels, as every backend has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kernel {
+    /// z from x and A, a workgroup for a row and [`BGMV_SHRINK_RANKS`] ranks.
+    BgmvShrink,
+    /// y from z and B, a workgroup for a row and [`BGMV_EXPAND_OUTPUTS`] outputs.
+    BgmvExpand,
+    /// z from x and A, a workgroup for a tile and [`SGMV_SHRINK_RANKS`] ranks.
+    SgmvShrink,
+    /// y from z and B, a workgroup for a tile and [`SGMV_EXPAND_OUTPUTS`] outputs.
+    SgmvExpand,
+}
+
+impl Kernel {
+    /// All kernels.
+    pub const ALL: [Kernel; 4] = [Kernel::BgmvShrink, Kernel::BgmvExpand, Kernel::SgmvShrink, Kernel::SgmvExpand];
+
+    /// File stem and entry point: `bgmv_shrink`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kernel::BgmvShrink => "bgmv_shrink",
+            Kernel::BgmvExpand => "bgmv_expand",
+            Kernel::SgmvShrink => "sgmv_shrink",
+            Kernel::SgmvExpand => "sgmv_expand",
+        }
+    }
+
+    /// The operands in order. A launch may leave out trailing y operands that no site names.
+    pub const fn operands(self) -> &'static [Operand] {
+        const SHRINK: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("x"), write("z")];
+        const EXPAND: &[Operand] = &[
+            read("batch"),
+            read("tables"),
+            read("weights"),
+            read("z"),
+            write("y0"),
+            write("y1"),
+            write("y2"),
+            write("y3"),
+        ];
+        match self {
+            Kernel::BgmvShrink | Kernel::SgmvShrink => SHRINK,
+            Kernel::BgmvExpand | Kernel::SgmvExpand => EXPAND,
+        }
+    }
+
+    /// Whether this is the second half of an op, which writes y.
+    pub const fn is_expand(self) -> bool {
+        matches!(self, Kernel::BgmvExpand | Kernel::SgmvExpand)
+    }
+
+    /// Workgroups in x (rows or tiles, times parts of the rank or of the outputs) and in z (sites).
+    ///
+    /// Work item `i` of x is row or tile `i / parts`, part `i % parts`. A device whose x dimension is
+    /// smaller folds x into x and y ([`fold`]); kernels unfold with `i = y * groups_x + x` and leave when
+    /// `i` is past the end.
+    pub fn groups(self, params: &Params) -> (u64, u32) {
+        let (units, parts) = match self {
+            Kernel::BgmvShrink => (params.rows, params.max_rank.div_ceil(BGMV_SHRINK_RANKS)),
+            Kernel::BgmvExpand => (params.rows, params.max_out.div_ceil(BGMV_EXPAND_OUTPUTS)),
+            Kernel::SgmvShrink => (params.tiles, params.max_rank.div_ceil(SGMV_SHRINK_RANKS)),
+            Kernel::SgmvExpand => (params.tiles, params.max_out.div_ceil(SGMV_EXPAND_OUTPUTS)),
+        };
+        (u64::from(units) * u64::from(parts), params.sites)
+    }
+
+    /// Bytes that each operand must hold for `params`, in the order of [`Kernel::operands`].
+    /// The weights operand may have any length: cells are checked against it in the kernel.
+    pub fn extents(self, spec: Spec, params: &Params) -> Vec<u64> {
+        let sites = &params.site[..(params.sites as usize).min(MAX_SITES)];
+        let rows = u64::from(params.rows);
+        let strided = |stride: u32, offset: u64, width: u32, size: u64| {
+            if rows == 0 { 0 } else { ((rows - 1) * u64::from(stride) + offset + u64::from(width)) * size }
+        };
+        let batch_rows = (u64::from(params.row_first) + rows) * size_of::<RowRef>() as u64;
+        let batch_tiles = u64::from(params.tiles_at) * 4 + u64::from(params.tiles) * size_of::<Tile>() as u64;
+        let slots = u64::from(params.slots);
+        let tables = sites
+            .iter()
+            .map(|s| {
+                let cells = u64::from(s.cells) + 2 * slots;
+                cells.max(u64::from(s.ranks) + slots).max(u64::from(s.scales) + slots) * 4
+            })
+            .max()
+            .unwrap_or(0);
+        let z = sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
+        let mut out = vec![batch_rows.max(batch_tiles), tables, 0];
+        if self.is_expand() {
+            out.push(z);
+            for y in 0..MAX_SITES as u32 {
+                let of_y = sites.iter().filter(|s| s.y_operand == y);
+                out.push(
+                    of_y.map(|s| strided(s.y_stride, s.y_offset.into(), s.out_features, spec.act.size()))
+                        .max()
+                        .unwrap_or(0),
+                );
+            }
+        } else {
+            out.push(strided(params.x_stride, 0, params.in_features, spec.act.size()));
+            out.push(z);
+        }
+        out
+    }
+}
+
+/// What a kernel is specialised on. Shapes never are: they are run-time parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Spec {
+    /// Element type of x and y.
+    pub act: DType,
+    /// Element type of A and B in the pool.
+    pub weight: DType,
+}
+
+impl std::fmt::Display for Spec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}_{}", self.act, self.weight)
+    }
+}
+
+/// `groups` workgroups as x and y of a device whose dimensions hold at most `max_x` and `max_y`.
+///
+/// # Errors
+/// [`Error::Limit`] when even both together are too few.
+pub fn fold(groups: u64, max_x: u32, max_y: u32) -> Result<[u32; 2]> {
+    if groups <= u64::from(max_x) {
+        return Ok([groups as u32, 1]);
+    }
+    // The last row of a fold may be part empty: keep y small by taking x as large as it goes.
+    let y = groups.div_ceil(u64::from(max_x));
+    let x = groups.div_ceil(y);
+    if y > u64::from(max_y) || x * y > u64::from(u32::MAX) {
+        let limit = (u64::from(max_x) * u64::from(max_y)).min(u32::MAX.into());
+        return Err(Error::Limit { what: "number of workgroups", found: groups, limit, hint: "" });
+    }
+    Ok([x as u32, y as u32])
+}
+
+/// Checks `operands` against `kernel` and `params`: count, length, and that nothing written overlaps.
+/// On success a kernel that keeps to the contract touches no byte outside them.
+pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
+    let list = kernel.operands();
+    let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
+    if operands.len() != needed {
+        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
+    }
+    let sites = params.sites as usize;
+    if sites == 0 || sites > MAX_SITES || params.max_rank > MAX_RANK {
+        return Err(Error::shape(
+            format!("launch of {}", kernel.name()),
+            format!("{sites} sites of rank up to {}", params.max_rank),
+            format!("1..={MAX_SITES} sites of rank up to {MAX_RANK}"),
+        ));
+    }
+    if u64::from(params.slot_first) + u64::from(params.slot_count) > u64::from(params.slots) {
+        return Err(Error::shape(
+            "slot window",
+            format!("{}+{}", params.slot_first, params.slot_count),
+            format!("within {} slots", params.slots),
+        ));
+    }
+    let extents = kernel.extents(spec, params);
+    for ((operand, region), extent) in list.iter().zip(operands).zip(&extents) {
+        if region.len() < *extent {
+            return Err(Error::shape(
+                format!("operand {} of {}", operand.name, kernel.name()),
+                format!("{} bytes", region.len()),
+                format!("at least {extent} bytes"),
+            ));
+        }
+    }
+    for (i, written) in operands.iter().enumerate().filter(|(i, _)| list[*i].access == Access::Write) {
+        for (j, other) in operands.iter().enumerate() {
+            if i != j && written.overlaps(other) {
+                return Err(Error::shape(
+                    format!("operands {} and {} of {}", list[i].name, list[j].name, kernel.name()),
+                    "overlapping memory",
+                    "separate memory",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Number of y operands that `params` names.
+pub fn outputs(params: &Params) -> usize {
+    let sites = &params.site[..(params.sites as usize).min(MAX_SITES)];
+    sites.iter().map(|s| s.y_operand as usize + 1).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_multiples_of_16_bytes_as_std430_and_wgsl_need_in_arrays() {
+        assert_eq!(size_of::<SiteParams>() % 16, 0);
+        assert_eq!(size_of::<Params>() % 16, 0);
+        assert_eq!(std::mem::offset_of!(Params, site) % 16, 0);
+        assert_eq!(size_of::<Tile>(), 16);
+    }
+
+    #[test]
+    fn a_fold_covers_every_group_once_and_no_dimension_passes_its_limit() {
+        for groups in [0, 1, 65_535, 65_536, 70_000, 131_071, 9_000_000] {
+            let [x, y] = fold(groups, 65_535, 65_535).unwrap();
+            assert!(x <= 65_535 && y <= 65_535);
+            assert!(u64::from(x) * u64::from(y) >= groups);
+            assert!(groups == 0 || u64::from(x) * u64::from(y - 1) < groups);
+        }
+        assert!(fold(1 << 33, 65_535, 65_535).is_err());
+    }
+}

@@ -1,0 +1,155 @@
+//! What can go wrong below the loader: devices, memory, shapes, slots.
+
+use crate::adapter::Reject;
+
+/// Result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error with a stable code ([`Error::code`]). The loader's own, one code per kind of fault in a
+/// file, are in [`Reject`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The adapter's files say something that can't be served. Nothing was changed.
+    #[error(transparent)]
+    Reject(#[from] Box<Reject>),
+
+    /// A backend can't be used here at all: no driver, no device, a missing capability.
+    #[error("{backend} is not available: {reason}")]
+    Unavailable {
+        /// `cpu`, `cuda`, `vulkan` or `webgpu`.
+        backend: &'static str,
+        /// What was looked for and what was found.
+        reason: String,
+    },
+
+    /// The driver refused a call. The message is the driver's own word.
+    #[error("{call}: {message}")]
+    Driver {
+        /// The driver's function.
+        call: &'static str,
+        /// The driver's error.
+        message: String,
+    },
+
+    /// The device has no room. Unlike [`Error::Limit`], another time or another device may have.
+    #[error("out of device memory: {requested} bytes for {label}")]
+    OutOfMemory {
+        /// Bytes asked for.
+        requested: u64,
+        /// What for.
+        label: String,
+    },
+
+    /// A size is beyond what this pool or device was set up for; asking again can't help.
+    #[error("{what} is {found}, the limit is {limit}{hint}")]
+    Limit {
+        /// The quantity.
+        what: &'static str,
+        /// Its value.
+        found: u64,
+        /// The largest value that works.
+        limit: u64,
+        /// ` (raise --max-rank)` or empty.
+        hint: &'static str,
+    },
+
+    /// A region is too small for the bytes asked of it.
+    #[error("bytes {offset}..{offset}+{len} lie outside a region of {available} bytes")]
+    OutOfBounds {
+        /// First byte.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+        /// Size of the region.
+        available: u64,
+    },
+
+    /// Operands of one call contradict each other.
+    #[error("{what}: found {found}, expected {expected}")]
+    Shape {
+        /// The operand.
+        what: String,
+        /// What it is.
+        found: String,
+        /// What it had to be.
+        expected: String,
+    },
+
+    /// No resident adapter has this name.
+    #[error("no adapter named {name:?} is resident; resident: {resident:?}")]
+    UnknownAdapter {
+        /// The name asked for.
+        name: String,
+        /// Names that would have worked.
+        resident: Vec<String>,
+    },
+
+    /// No slot has this number.
+    #[error("slot {slot} does not exist; there are {slots}")]
+    UnknownSlot {
+        /// The number asked for.
+        slot: i64,
+        /// `max_loras`.
+        slots: usize,
+    },
+
+    /// Rows in flight use the slot, so it can't be overwritten now.
+    #[error("slot {slot} ({name:?}) is in use by {refs} sequences")]
+    SlotBusy {
+        /// The slot.
+        slot: usize,
+        /// Its adapter.
+        name: String,
+        /// How many leases it has.
+        refs: usize,
+    },
+
+    /// Every slot that may be evicted is in use.
+    #[error("no free slot: {slots} slots, {pinned} pinned, the rest in use")]
+    PoolFull {
+        /// `max_loras`.
+        slots: usize,
+        /// How many are never evicted.
+        pinned: usize,
+    },
+
+    /// A file could not be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: String,
+        /// Why.
+        source: std::io::Error,
+    },
+
+    /// An input of the command or of `apply` is not what its documentation asks for.
+    #[error("{0}")]
+    Input(String),
+}
+
+impl Error {
+    /// A stable code for scripts; a [`Reject`]'s own code where the loader refused an adapter.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Error::Reject(reject) => reject.code.as_str(),
+            Error::Unavailable { .. } => "E_UNAVAILABLE",
+            Error::Driver { .. } => "E_DRIVER",
+            Error::OutOfMemory { .. } => "E_OUT_OF_MEMORY",
+            Error::Limit { .. } => "E_LIMIT",
+            Error::OutOfBounds { .. } => "E_OUT_OF_BOUNDS",
+            Error::Shape { .. } => "E_SHAPE",
+            Error::UnknownAdapter { .. } => "E_UNKNOWN_ADAPTER",
+            Error::UnknownSlot { .. } => "E_UNKNOWN_SLOT",
+            Error::SlotBusy { .. } => "E_SLOT_BUSY",
+            Error::PoolFull { .. } => "E_POOL_FULL",
+            Error::Io { .. } => "E_IO",
+            Error::Input(_) => "E_INPUT",
+        }
+    }
+
+    /// A [`Error::Shape`] from anything that can be displayed.
+    pub fn shape(what: impl Into<String>, found: impl ToString, expected: impl ToString) -> Self {
+        Error::Shape { what: what.into(), found: found.to_string(), expected: expected.to_string() }
+    }
+}

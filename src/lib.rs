@@ -1,0 +1,15 @@
+//! Many LoRA adapters resident on one GPU, a different one for every row of a batch.
+
+pub mod adapter;
+pub mod backend;
+pub mod contract;
+mod dtype;
+mod error;
+pub mod manager;
+mod memory;
+pub mod ops;
+pub mod pool;
+
+pub use dtype::DType;
+pub use error::{Error, Result};
+pub use memory::{Allocation, DevicePtr, Region};

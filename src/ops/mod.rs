@@ -1,0 +1,1 @@
+//! Batched shrink and expand.
