@@ -94,9 +94,7 @@ impl Region {
 
     /// Whether any byte belongs to both regions.
     pub fn overlaps(&self, other: &Region) -> bool {
-        self.same_allocation(other)
-            && self.offset < other.offset + other.len
-            && other.offset < self.offset + self.len
+        self.same_allocation(other) && self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }
 
     /// The `len` bytes from `offset` on.

@@ -282,7 +282,8 @@ impl Kernel {
             })
             .max()
             .unwrap_or(0);
-        let z = sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
+        let z =
+            sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
         let mut out = vec![batch_rows.max(batch_tiles), tables, 0];
         if self.is_expand() {
             out.push(z);

@@ -92,7 +92,8 @@ const CONSTANTS: [(&str, u32); 10] = [
 
 /// The prelude in `language`: constants, dtype codes, kernel operand lists (as comments) and blocks.
 pub fn prelude(language: Language) -> String {
-    let mut out = String::from("// Generated from src/contract/ by `cargo run --example render_contract`. Don't edit.\n");
+    let mut out =
+        String::from("// Generated from src/contract/ by `cargo run --example render_contract`. Don't edit.\n");
     if language == Language::Cuda {
         out.push_str("#pragma once\n");
     }
