@@ -54,6 +54,19 @@ pub enum Error {
         hint: &'static str,
     },
 
+    /// A weight is too large for the type that the pool stores. Nothing was changed.
+    #[error("{tensor}: element {index} is {value}, beyond the range of {dtype} (choose bf16 or f32 for the pool)")]
+    Overflow {
+        /// Which matrix of which site.
+        tensor: String,
+        /// Row-major index of the first such element.
+        index: usize,
+        /// Its value.
+        value: f32,
+        /// The pool's type.
+        dtype: crate::dtype::DType,
+    },
+
     /// A region is too small for the bytes asked of it.
     #[error("bytes {offset}..{offset}+{len} lie outside a region of {available} bytes")]
     OutOfBounds {
@@ -137,6 +150,7 @@ impl Error {
             Error::Driver { .. } => "E_DRIVER",
             Error::OutOfMemory { .. } => "E_OUT_OF_MEMORY",
             Error::Limit { .. } => "E_LIMIT",
+            Error::Overflow { .. } => "E_OVERFLOW",
             Error::OutOfBounds { .. } => "E_OUT_OF_BOUNDS",
             Error::Shape { .. } => "E_SHAPE",
             Error::UnknownAdapter { .. } => "E_UNKNOWN_ADAPTER",

@@ -1,5 +1,7 @@
 //! An adapter in host memory, checked and complete.
 
+use std::borrow::Cow;
+
 use super::SiteId;
 use crate::dtype::DType;
 
@@ -14,6 +16,26 @@ pub struct HostMatrix {
     pub cols: usize,
     /// `rows * cols` elements, little-endian.
     pub bytes: Vec<u8>,
+}
+
+impl HostMatrix {
+    /// The elements as `dtype`, each rounded once, little-endian; borrowed where nothing changes.
+    ///
+    /// # Errors
+    /// The index and value of the first finite element that `dtype` can't hold.
+    pub fn to(&self, dtype: DType) -> Result<Cow<'_, [u8]>, (usize, f32)> {
+        if dtype == self.dtype {
+            return Ok(Cow::Borrowed(&self.bytes));
+        }
+        let values = self.dtype.decode(&self.bytes);
+        let overflow = |v: &f32| v.is_finite() && !dtype.round(*v).is_finite();
+        if let Some(index) = values.iter().position(overflow) {
+            return Err((index, values[index]));
+        }
+        let mut bytes = Vec::new();
+        dtype.encode(&values, &mut bytes);
+        Ok(Cow::Owned(bytes))
+    }
 }
 
 /// A site's pair: `delta = scale * B * A * x`.
@@ -60,6 +82,8 @@ pub struct Notice {
 pub struct Adapter {
     /// SHA-256 over config and weights: same digest, same answers.
     pub digest: [u8; 32],
+    /// The adapter's own scale: that of every module which no pattern changes.
+    pub scale: f32,
     /// Its pairs, by site.
     pub pairs: Vec<HostPair>,
     /// What was accepted with a remark.

@@ -1,1 +1,13 @@
-//! Batched shrink and expand.
+//! Applying adapters to a batch: check shapes, plan launches, encode them.
+//!
+//! Two ops compute the same formula. [`Op::Bgmv`] takes each row by itself: for decode, where a batch
+//! is a row or a few for each of many adapters. [`Op::Sgmv`] takes tiles of neighbouring rows with one
+//! slot: for prefill. The caller picks; an op is never switched behind its back, since the two round
+//! in different orders.
+
+mod applier;
+mod join;
+mod matrix;
+
+pub use applier::{Applier, Op, Output};
+pub use matrix::Matrix;

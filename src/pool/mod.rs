@@ -1,1 +1,145 @@
-//! The pool.
+//! The pool: equal slots at fixed addresses, and the tables that name their contents.
+
+mod layout;
+mod pack;
+mod rows;
+mod spec;
+mod tables;
+
+use std::collections::BTreeMap;
+
+pub use layout::{Layout, Limits, Part, Place, SiteShape, Window};
+pub use pack::SlotImage;
+pub use rows::{Capacity, Plan};
+pub use spec::{PoolSpec, SiteSpec};
+pub use tables::{Cell, SiteTables, Tables};
+
+use crate::adapter::{HostPair, LoraModule};
+use crate::backend::GpuBackend;
+use crate::error::{Error, Result};
+use crate::memory::Region;
+
+/// Device memory for `max_loras` adapters over all sites of a model. Its addresses never change.
+#[derive(Debug)]
+pub struct Pool {
+    spec: PoolSpec,
+    layout: Layout,
+    blocks: Vec<Region>,
+    tables: Tables,
+    index: BTreeMap<(usize, LoraModule), usize>,
+}
+
+impl Pool {
+    /// Allocates a pool, all slots empty.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when the spec doesn't fit the device, [`Error::Shape`] when it names a site twice,
+    /// [`Error::OutOfMemory`] when the device has no room.
+    pub fn new(backend: &dyn GpuBackend, spec: PoolSpec) -> Result<Self> {
+        let shapes: Vec<_> = spec.sites.iter().map(SiteSpec::shape).collect();
+        let layout = Layout::new(&shapes, spec.max_rank, spec.max_loras, spec.dtype, Limits::from(backend.caps()))?;
+        let mut index = BTreeMap::new();
+        for (i, site) in spec.sites.iter().enumerate() {
+            if index.insert((site.id.layer, site.id.module.clone()), i).is_some() {
+                return Err(Error::shape("sites of a pool", format!("{} twice", site.id.path), "each site once"));
+            }
+        }
+        let blocks = layout.blocks().iter().map(|len| backend.alloc(*len, "pool")).collect::<Result<_>>()?;
+        let tables = Tables::new(backend, spec.sites.len() as u32, spec.max_loras)?;
+        Ok(Self { spec, layout, blocks, tables, index })
+    }
+
+    /// What the pool was made for.
+    pub fn spec(&self) -> &PoolSpec {
+        &self.spec
+    }
+
+    /// The sites, in the order of their indices.
+    pub fn sites(&self) -> &[SiteSpec] {
+        &self.spec.sites
+    }
+
+    /// Index of a site.
+    pub fn site(&self, layer: usize, module: &LoraModule) -> Option<usize> {
+        self.index.get(&(layer, module.clone())).copied()
+    }
+
+    /// Index of the site with this module path.
+    pub fn site_at(&self, path: &str) -> Option<usize> {
+        self.spec.sites.iter().position(|s| &*s.id.path == path)
+    }
+
+    /// Where everything lies.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The tables.
+    pub fn tables(&self) -> &Tables {
+        &self.tables
+    }
+
+    /// Bytes of all blocks.
+    pub fn bytes(&self) -> u64 {
+        self.layout.blocks().iter().sum()
+    }
+
+    /// The first block; the whole pool where the device allows one.
+    pub fn blocks(&self) -> &[Region] {
+        &self.blocks
+    }
+
+    /// Memory of one matrix of one slot.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSlot`].
+    pub fn part(&self, slot: u32, site: usize, part: Part) -> Result<Region> {
+        self.check_slot(slot.into())?;
+        self.region(self.layout.place(slot, site, part))
+    }
+
+    /// Memory at a place of the layout.
+    pub(crate) fn region(&self, place: Place) -> Result<Region> {
+        self.blocks[place.block].slice(place.offset, place.len)
+    }
+
+    /// The table entry for a pair in `slot`.
+    pub(crate) fn cell(&self, slot: u32, site: usize, rank: u32, scale: f32) -> Result<Cell> {
+        let at = |part| self.part(slot, site, part).map(|r| r.ptr());
+        Ok(Cell { a: at(Part::A)?, b: at(Part::B)?, rank, scale })
+    }
+
+    pub(crate) fn check_slot(&self, slot: i64) -> Result<()> {
+        if (0..i64::from(self.spec.max_loras)).contains(&slot) {
+            return Ok(());
+        }
+        Err(Error::UnknownSlot { slot, slots: self.spec.max_loras as usize })
+    }
+
+    /// Index of the site that `pair` belongs to, if the pool can hold it there.
+    pub(crate) fn fit(&self, pair: &HostPair) -> Result<usize> {
+        let path = &pair.site.path;
+        let site = self.site(pair.site.layer, &pair.site.module).ok_or_else(|| {
+            Error::shape(format!("site {path}"), "no such site in the pool", "a site of the pool's base model")
+        })?;
+        let spec = &self.spec.sites[site];
+        let found = (pair.in_features(), pair.out_features());
+        let expected = (spec.in_features as usize, spec.out_features as usize);
+        if found != expected {
+            return Err(Error::shape(
+                format!("site {path}"),
+                format!("{} -> {}", found.0, found.1),
+                format!("{} -> {}", expected.0, expected.1),
+            ));
+        }
+        if pair.rank() > self.spec.max_rank as usize {
+            return Err(Error::Limit {
+                what: "rank of the adapter",
+                found: pair.rank() as u64,
+                limit: self.spec.max_rank.into(),
+                hint: " (raise max_rank)",
+            });
+        }
+        Ok(site)
+    }
+}

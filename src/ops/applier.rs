@@ -1,0 +1,325 @@
+//! Encodes the launches that add each row's own delta to the outputs of some sites.
+
+use super::Matrix;
+use super::join::{At, Joined, join};
+use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
+use crate::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::memory::Region;
+use crate::pool::{Capacity, Part, Plan, Pool, Window};
+
+/// Largest rank-space scratch that [`Applier::new`] asks for; more rows are taken in turns.
+const SCRATCH: u64 = 64 << 20;
+
+/// Which kernels apply the adapters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Op {
+    /// Each row by itself, for decode.
+    Bgmv,
+    /// Tiles of neighbouring rows with one slot, for prefill.
+    Sgmv,
+}
+
+impl Op {
+    /// Both ops.
+    pub const ALL: [Op; 2] = [Op::Bgmv, Op::Sgmv];
+
+    /// `bgmv` or `sgmv`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Op::Bgmv => "bgmv",
+            Op::Sgmv => "sgmv",
+        }
+    }
+}
+
+/// A site of a call, and its output.
+#[derive(Clone, Copy, Debug)]
+pub struct Output<'a> {
+    /// Index of the site in the pool.
+    pub site: usize,
+    /// `y[rows][out_features]`: the base's output, to which the delta is added.
+    pub y: &'a Matrix,
+}
+
+/// Compiled kernels, scratch and the batch table for one activation type: all that a step needs, at
+/// fixed addresses. Steps that may run at once each need their own.
+#[derive(Debug)]
+pub struct Applier {
+    spec: Spec,
+    shrink: [Pipeline; 2],
+    expand: [Pipeline; 2],
+    batch: Region,
+    z: Region,
+    capacity: Capacity,
+    max_binding: u64,
+    binding_align: u64,
+}
+
+/// One group of sites in one call, resolved.
+struct Group<'a> {
+    sites: Vec<usize>,
+    x: &'a Matrix,
+    in_features: u32,
+    joined: Vec<Joined>,
+    at: Vec<At>,
+}
+
+/// Operands and parameters of a launch to be.
+type Draft = (Vec<Region>, Params);
+
+impl Applier {
+    /// Compiles the kernels and allocates scratch for batches of up to `capacity`.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn new(backend: &dyn GpuBackend, pool: &Pool, act: DType, capacity: Capacity) -> Result<Self> {
+        let row = MAX_SITES as u64 * u64::from(pool.layout().max_rank()) * 4;
+        let wanted = (u64::from(capacity.rows.max(1)) * row).min(SCRATCH.max(row));
+        Self::with_scratch(backend, pool, act, capacity, wanted)
+    }
+
+    /// The same with `scratch` bytes for rank-space values: `MAX_SITES * max_rank * 4` bytes let a row
+    /// pass at a time, that many times the rows let all pass in one launch.
+    ///
+    /// # Errors
+    /// The backend's; [`Error::Limit`] when `scratch` is less than one row's.
+    pub fn with_scratch(
+        backend: &dyn GpuBackend,
+        pool: &Pool,
+        act: DType,
+        capacity: Capacity,
+        scratch: u64,
+    ) -> Result<Self> {
+        let caps = backend.caps();
+        let row = MAX_SITES as u64 * u64::from(pool.layout().max_rank()) * 4;
+        let scratch = scratch.min(caps.max_binding).min(caps.max_alloc) / 16 * 16;
+        if scratch < row {
+            return Err(Error::Limit { what: "scratch for one row in bytes", found: row, limit: scratch, hint: "" });
+        }
+        let spec = Spec { act, weight: pool.layout().dtype() };
+        let load = |kernel| backend.load(kernel, spec);
+        Ok(Self {
+            spec,
+            shrink: [load(Kernel::BgmvShrink)?, load(Kernel::SgmvShrink)?],
+            expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
+            batch: backend.alloc(capacity.bytes().max(16), "batch")?,
+            z: backend.alloc(scratch, "rank-space scratch")?,
+            capacity,
+            max_binding: caps.max_binding,
+            binding_align: caps.binding_align.max(1),
+        })
+    }
+
+    /// Type of x and y.
+    pub fn act(&self) -> DType {
+        self.spec.act
+    }
+
+    /// The largest batch.
+    pub fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    /// Records the write of a batch for launches that were, or will be, encoded for `capacity`.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when `plan` exceeds `capacity` or that exceeds [`Applier::capacity`].
+    pub fn write_batch(&self, encoder: &mut dyn Encoder, plan: &Plan, capacity: Capacity) -> Result<()> {
+        self.check_capacity(capacity)?;
+        match plan.encode(capacity)? {
+            bytes if bytes.is_empty() => Ok(()),
+            bytes => encoder.write(&self.batch, &bytes),
+        }
+    }
+
+    /// Records, for up to `capacity` rows of the batch that is written when it runs,
+    /// `y[row] += scale * B * A * x[row]` at each of `outputs`, which all read `x`.
+    ///
+    /// Rows past the batch's end, rows of slot -1, and rows whose adapter lacks a site keep their bits.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when the sites' inputs differ, a matrix is too small, or outputs overlap;
+    /// [`Error::Limit`] beyond [`Applier::capacity`] or when one row exceeds a device's binding.
+    pub fn encode(
+        &self,
+        encoder: &mut dyn Encoder,
+        pool: &Pool,
+        op: Op,
+        capacity: Capacity,
+        x: &Matrix,
+        outputs: &[Output<'_>],
+    ) -> Result<()> {
+        self.check_capacity(capacity)?;
+        if capacity.rows == 0 || (op == Op::Sgmv && capacity.tiles == 0) {
+            return Ok(());
+        }
+        outputs.chunks(MAX_SITES).try_for_each(|outputs| {
+            let group = self.group(pool, capacity.rows, x, outputs)?;
+            let step = self.rows_at_once(pool, &group)?;
+            (0..capacity.rows).step_by(step as usize).try_for_each(|first| {
+                let rows = step.min(capacity.rows - first);
+                self.encode_rows(encoder, pool, op, capacity, &group, first, rows)
+            })
+        })
+    }
+
+    fn check_capacity(&self, capacity: Capacity) -> Result<()> {
+        let own = self.capacity;
+        let limit = |what, found: u32, limit: u32| match found <= limit {
+            true => Ok(()),
+            false => Err(Error::Limit { what, found: found.into(), limit: limit.into(), hint: "" }),
+        };
+        limit("number of rows", capacity.rows, own.rows)?;
+        limit("number of tiles", capacity.tiles, own.tiles)
+    }
+
+    /// Checks a call's shapes and sorts its outputs into operands.
+    fn group<'a>(&self, pool: &Pool, rows: u32, x: &'a Matrix, outputs: &[Output<'_>]) -> Result<Group<'a>> {
+        let spec = |o: &Output<'_>| {
+            let known = pool.sites().get(o.site);
+            known.ok_or_else(|| {
+                Error::shape("site of an output", o.site, format!("an index below {}", pool.sites().len()))
+            })
+        };
+        let act = self.spec.act;
+        let in_features = spec(&outputs[0])?.in_features;
+        let mut widths = Vec::with_capacity(outputs.len());
+        for output in outputs {
+            let site = spec(output)?;
+            if site.in_features != in_features {
+                let found = format!("in_features {}", site.in_features);
+                return Err(Error::shape(
+                    format!("site {}", site.id.path),
+                    found,
+                    format!("{in_features}, as its group"),
+                ));
+            }
+            output.y.check(&format!("y of {}", site.id.path), rows, site.out_features, act)?;
+            widths.push(site.out_features);
+        }
+        x.check("x", rows, in_features, act)?;
+        let (joined, at) = join(outputs, &widths, rows, act, self.binding_align)?;
+        Ok(Group { sites: outputs.iter().map(|o| o.site).collect(), x, in_features, joined, at })
+    }
+
+    /// Rows that one launch can take: as many as scratch and the device's bindings hold.
+    fn rows_at_once(&self, pool: &Pool, group: &Group<'_>) -> Result<u32> {
+        let act = self.spec.act;
+        // A binding begins at a multiple of the alignment: what lies before the operand counts too.
+        let room = match self.max_binding {
+            u64::MAX => u64::MAX,
+            limited => limited.saturating_sub(self.binding_align),
+        };
+        let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain([(group.x, group.in_features)]);
+        let mut rows = self.z.len() / (group.sites.len() as u64 * u64::from(pool.layout().max_rank()) * 4);
+        for (matrix, width) in matrices {
+            let first = u64::from(width) * act.size();
+            if first > room {
+                let hint = " (the device's largest binding)";
+                return Err(Error::Limit { what: "one row in bytes", found: first, limit: room, hint });
+            }
+            let step = u64::from(matrix.stride()).max(1) * act.size();
+            rows = rows.min((room - first) / step + 1);
+        }
+        Ok(rows.min(u64::from(u32::MAX)) as u32)
+    }
+
+    /// All launches of a group for rows `first..first + rows`: shrinks, then expands.
+    #[allow(clippy::too_many_arguments)]
+    fn encode_rows(
+        &self,
+        encoder: &mut dyn Encoder,
+        pool: &Pool,
+        op: Op,
+        capacity: Capacity,
+        group: &Group<'_>,
+        first: u32,
+        rows: u32,
+    ) -> Result<()> {
+        let layout = pool.layout();
+        let common = Params {
+            rows,
+            row_first: first,
+            slots: layout.slots(),
+            in_features: group.in_features,
+            x_stride: group.x.stride(),
+            b_stride: layout.b_stride(),
+            z_stride: group.sites.len() as u32 * layout.max_rank(),
+            max_rank: layout.max_rank(),
+            tiles_at: capacity.tiles_at(),
+            tiles: if op == Op::Sgmv { capacity.tiles } else { 0 },
+            ..Params::default()
+        };
+        let batch = self.batch.slice(0, capacity.bytes())?;
+        for part in [Part::A, Part::B] {
+            let drafts: Vec<Draft> = layout
+                .windows(&group.sites, part)
+                .iter()
+                .map(|window| self.draft(pool, group, part, window, &batch, common))
+                .collect::<Result<_>>()?;
+            let pipelines = if part == Part::A { &self.shrink } else { &self.expand };
+            let launches: Vec<Launch<'_>> = drafts
+                .iter()
+                .map(|(operands, params)| Launch::new(&pipelines[op as usize], operands, *params))
+                .collect::<Result<_>>()?;
+            encoder.launch(&launches)?;
+        }
+        Ok(())
+    }
+
+    /// Operands and parameters of the launch for one window of the pool.
+    fn draft(
+        &self,
+        pool: &Pool,
+        group: &Group<'_>,
+        part: Part,
+        window: &Window,
+        batch: &Region,
+        mut params: Params,
+    ) -> Result<Draft> {
+        let act = self.spec.act;
+        let layout = pool.layout();
+        let mut operands = vec![batch.clone(), pool.tables().region().clone(), pool.region(window.place)?];
+        if part == Part::A {
+            operands.push(group.x.rows(params.row_first, params.rows, group.in_features, act)?);
+        }
+        operands.push(self.z.clone());
+        params.slot_first = window.slots.start;
+        params.slot_count = window.slots.end - window.slots.start;
+        params.sites = window.sites.len() as u32;
+        let mut used: Vec<u32> = Vec::new(); // y operands in the order of this launch
+        for (entry, i) in params.site.iter_mut().zip(window.sites.clone()) {
+            let site = group.sites[i];
+            let at = group.at[i];
+            let tables = pool.tables().site(site);
+            let y_operand = used.iter().position(|o| *o == at.operand).unwrap_or_else(|| {
+                used.push(at.operand);
+                used.len() - 1
+            });
+            let joined = &group.joined[at.operand as usize];
+            *entry = SiteParams {
+                cells: if part == Part::A { tables.a } else { tables.b },
+                ranks: tables.ranks,
+                scales: tables.scales,
+                span: (layout.part_bytes(site, part) / 4) as u32,
+                out_features: pool.sites()[site].out_features,
+                y_operand: y_operand as u32,
+                y_offset: at.offset,
+                y_stride: joined.matrix.stride(),
+                z_offset: i as u32 * layout.max_rank(),
+                ..SiteParams::default()
+            };
+            params.a_stride = layout.a_stride(site);
+            params.max_out = params.max_out.max(entry.out_features);
+        }
+        if part == Part::B {
+            for operand in used {
+                let joined = &group.joined[operand as usize];
+                operands.push(joined.matrix.rows(params.row_first, params.rows, joined.width, act)?);
+            }
+        }
+        Ok((operands, params))
+    }
+}
