@@ -33,9 +33,12 @@ impl Pool {
     /// Allocates a pool, all slots empty.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the spec doesn't fit the device, [`Error::Shape`] when it names a site twice,
+    /// [`Error::Limit`] when the spec doesn't fit the device, [`Error::Shape`] when it names no site or one twice,
     /// [`Error::OutOfMemory`] when the device has no room.
     pub fn new(backend: &dyn GpuBackend, spec: PoolSpec) -> Result<Self> {
+        if spec.sites.is_empty() {
+            return Err(Error::shape("sites of a pool", "none", "at least one"));
+        }
         let shapes: Vec<_> = spec.sites.iter().map(SiteSpec::shape).collect();
         let layout = Layout::new(&shapes, spec.max_rank, spec.max_loras, spec.dtype, Limits::from(backend.caps()))?;
         let mut index = BTreeMap::new();
@@ -84,7 +87,7 @@ impl Pool {
         self.layout.blocks().iter().sum()
     }
 
-    /// The first block; the whole pool where the device allows one.
+    /// The allocations, in the layout's order; one where the device allows it.
     pub fn blocks(&self) -> &[Region] {
         &self.blocks
     }

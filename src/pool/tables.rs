@@ -7,7 +7,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use crate::backend::{Encoder, GpuBackend};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::{DevicePtr, Region};
 
 /// A slot's entry at one site.
@@ -54,9 +54,13 @@ impl Tables {
     /// Tables of `sites` sites and `slots` slots, all empty.
     ///
     /// # Errors
-    /// The backend's, when it has no room.
+    /// [`Error::Limit`] past 2^32 words, or the backend's.
     pub fn new(backend: &dyn GpuBackend, sites: u32, slots: u32) -> Result<Self> {
         let words = (u64::from(sites) * 6 + 1) * u64::from(slots);
+        let limit = u64::from(u32::MAX);
+        if words > limit {
+            return Err(Error::Limit { what: "sites times slots, in table words", found: words, limit, hint: "" });
+        }
         let region = backend.alloc(words * 4, "tables")?;
         Ok(Self { region, slots, sites, words: Mutex::new(vec![0; words as usize]) })
     }
@@ -124,6 +128,12 @@ impl Tables {
             rank: words[(at.ranks + slot) as usize],
             scale: f32::from_bits(words[(at.scales + slot) as usize]),
         }
+    }
+
+    /// `slot`'s own scale, as last set on the host.
+    pub fn slot_scale(&self, slot: u32) -> f32 {
+        let words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        f32::from_bits(words[(self.sites * 6 * self.slots + slot) as usize])
     }
 
     /// Records one write of all tables.
