@@ -2,6 +2,7 @@
 
 pub mod adapter;
 pub mod backend;
+pub mod conformance;
 pub mod contract;
 mod dtype;
 mod error;

@@ -1,0 +1,248 @@
+//! A case: shapes, types and contents of one shrink and expand, as data.
+
+use std::fmt;
+
+use crate::backend::Caps;
+use crate::contract::{Kernel, Spec};
+use crate::dtype::DType;
+
+/// Which pair of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Decode: every row by itself.
+    Bgmv,
+    /// Prefill: rows in tiles of one slot.
+    Sgmv,
+}
+
+impl Op {
+    /// Both.
+    pub const ALL: [Op; 2] = [Op::Bgmv, Op::Sgmv];
+
+    /// The kernel that makes z.
+    pub fn shrink(self) -> Kernel {
+        match self {
+            Op::Bgmv => Kernel::BgmvShrink,
+            Op::Sgmv => Kernel::SgmvShrink,
+        }
+    }
+
+    /// The kernel that adds to y.
+    pub fn expand(self) -> Kernel {
+        match self {
+            Op::Bgmv => Kernel::BgmvExpand,
+            Op::Sgmv => Kernel::SgmvExpand,
+        }
+    }
+}
+
+/// Which adapters the rows of a batch have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mix {
+    /// Row i has slot i mod slots.
+    Distinct,
+    /// Any slot or none, with the same chance; none is -1, -2 or the smallest i32.
+    Uniform,
+    /// Slot s with a chance of 1/(s+1), one row in eight without.
+    Zipf,
+    /// No row has an adapter.
+    Base,
+    /// These slots, over and over; any value.
+    These(Vec<i32>),
+}
+
+/// True ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ranks {
+    /// All pairs have this one.
+    All(u32),
+    /// Every pair has its own, 1..=max_rank.
+    Mixed,
+}
+
+/// What kind of numbers the operands hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// Small multiples of powers of two: sums are exact in f32 in any order, so results are judged to
+    /// the bit, ties of the one rounding included.
+    Grid,
+    /// Values of every mantissa, judged by the bound.
+    Real,
+    /// Values down among the type's subnormals.
+    Subnormal,
+    /// Values whose results come near the type's largest, and beyond it in places.
+    Large,
+    /// As `Real`, but one row's x holds NaN and infinities, which must not reach other rows.
+    NonFinite,
+}
+
+/// One shrink and expand of up to four sites over one batch.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Which pair of kernels.
+    pub op: Op,
+    /// Element type of x and y.
+    pub act: DType,
+    /// Element type of A and B.
+    pub weight: DType,
+    /// Rows of the batch.
+    pub rows: u32,
+    /// Elements of x.
+    pub in_features: u32,
+    /// Outputs of each site.
+    pub outs: Vec<u32>,
+    /// True ranks.
+    pub ranks: Ranks,
+    /// Largest rank, as the tables' strides are made for.
+    pub max_rank: u32,
+    /// Slots in the tables.
+    pub slots: u32,
+    /// Which slots the rows have.
+    pub mix: Mix,
+    /// What numbers.
+    pub values: Values,
+    /// Whether some slots have no pair at some sites, in each way that tables can say so.
+    pub nulls: bool,
+    /// Whether rows have multipliers of their own: 0 and negative ones among them.
+    pub row_scales: bool,
+    /// Elements of padding after each row of x, y and z.
+    pub pad: u32,
+    /// Elements by which x, y and z start past a multiple of 256 bytes.
+    pub shift: u32,
+    /// Whether all sites write parts of one y.
+    pub shared_y: bool,
+    /// Rows a launch takes; 0: all.
+    pub chunk: u32,
+    /// Slots a launch takes, with weights of just those; 0: all.
+    pub window: u32,
+    /// Words by which the table arrays start off multiples of 4.
+    pub table_shift: u32,
+    /// Whether x, y and z lie in one allocation.
+    pub one_allocation: bool,
+    /// Tables full of values that no pool would write; the rows concerned must keep their bits.
+    pub hostile: bool,
+}
+
+impl Default for Case {
+    /// A small plain case: 7 rows, three slots, one site of 48 by 48, rank 8, all f32.
+    fn default() -> Self {
+        Self {
+            op: Op::Bgmv,
+            act: DType::F32,
+            weight: DType::F32,
+            rows: 7,
+            in_features: 48,
+            outs: vec![48],
+            ranks: Ranks::All(8),
+            max_rank: 8,
+            slots: 3,
+            mix: Mix::Uniform,
+            values: Values::Grid,
+            nulls: false,
+            row_scales: false,
+            pad: 0,
+            shift: 0,
+            shared_y: false,
+            chunk: 0,
+            window: 0,
+            table_shift: 0,
+            one_allocation: false,
+            hostile: false,
+        }
+    }
+}
+
+impl Case {
+    /// What its kernels are specialised on.
+    pub fn spec(&self) -> Spec {
+        Spec { act: self.act, weight: self.weight }
+    }
+
+    /// Elements between rows of A: whole 16-byte units.
+    pub fn a_stride(&self) -> u32 {
+        self.in_features.next_multiple_of(crate::contract::STRIDE_ALIGN)
+    }
+
+    /// Elements between rows of B.
+    pub fn b_stride(&self) -> u32 {
+        self.max_rank.next_multiple_of(crate::contract::STRIDE_ALIGN)
+    }
+
+    /// Bytes of a slot in the weights.
+    pub fn slot_bytes(&self) -> u64 {
+        let outs: u64 = self.outs.iter().map(|o| u64::from(*o)).sum();
+        let a = self.outs.len() as u64 * u64::from(self.max_rank) * u64::from(self.a_stride());
+        (a + outs * u64::from(self.b_stride())) * self.weight.size()
+    }
+
+    /// Why a device can't run it, if so: an operand larger than it binds.
+    pub fn too_large(&self, caps: &Caps) -> Option<String> {
+        let rows = u64::from(self.rows);
+        let out = self.outs.iter().max().copied().unwrap_or(0) + self.pad;
+        let window = if self.window == 0 { self.slots } else { self.window };
+        let largest = (rows * u64::from(out.max(self.in_features + self.pad)) * 4)
+            .max(rows * u64::from(self.max_rank + self.pad) * 4 * self.outs.len() as u64)
+            .max(u64::from(window) * self.slot_bytes());
+        (largest > caps.max_binding.min(caps.max_alloc)).then(|| {
+            format!("an operand of {largest} bytes; the device binds {}", caps.max_binding.min(caps.max_alloc))
+        })
+    }
+}
+
+impl fmt::Display for Case {
+    /// The parameters, as trial names carry them; those at their defaults are left out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let op = match self.op {
+            Op::Bgmv => "bgmv",
+            Op::Sgmv => "sgmv",
+        };
+        write!(f, "{op}[{}x{},", self.act, self.weight)?;
+        match self.ranks {
+            Ranks::All(r) if r == self.max_rank => write!(f, "r={r}")?,
+            Ranks::All(r) => write!(f, "r={r}of{}", self.max_rank)?,
+            Ranks::Mixed => write!(f, "r=1..{}", self.max_rank)?,
+        }
+        let outs: Vec<_> = self.outs.iter().map(u32::to_string).collect();
+        write!(f, ",in={},out={},rows={}", self.in_features, outs.join("+"), self.rows)?;
+        match &self.mix {
+            Mix::Distinct => write!(f, ",distinct")?,
+            Mix::Uniform => write!(f, ",uniform")?,
+            Mix::Zipf => write!(f, ",zipf")?,
+            Mix::Base => write!(f, ",base")?,
+            Mix::These(slots) => write!(f, ",slots={slots:?}")?,
+        }
+        match self.values {
+            Values::Grid => {}
+            Values::Real => write!(f, ",real")?,
+            Values::Subnormal => write!(f, ",subnormal")?,
+            Values::Large => write!(f, ",large")?,
+            Values::NonFinite => write!(f, ",nonfinite")?,
+        }
+        let numbers = [
+            ("slots", self.slots, 3),
+            ("pad", self.pad, 0),
+            ("shift", self.shift, 0),
+            ("chunk", self.chunk, 0),
+            ("window", self.window, 0),
+            ("table_shift", self.table_shift, 0),
+        ];
+        for (name, value, usual) in numbers {
+            if value != usual {
+                write!(f, ",{name}={value}")?;
+            }
+        }
+        let flags = [
+            ("nulls", self.nulls),
+            ("row_scales", self.row_scales),
+            ("shared_y", self.shared_y),
+            ("one_allocation", self.one_allocation),
+            ("hostile", self.hostile),
+        ];
+        for (name, set) in flags {
+            if set {
+                write!(f, ",{name}")?;
+            }
+        }
+        f.write_str("]")
+    }
+}

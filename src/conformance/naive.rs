@@ -1,0 +1,324 @@
+//! A backend of plain loops that can be told to be wrong: shows that the suite finds what it is for.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::*;
+use crate::backend::{
+    Caps, DeviceClass, Encoder, Graph, Launch, Pipeline, Record, Ticket, WeightLayout, check_copy, check_write,
+};
+use crate::contract::{Kernel, Params, RowRef, Spec, Tile};
+use crate::dtype::DType;
+use crate::memory::{Allocation, DevicePtr, Region};
+
+/// A way to be wrong, each one that some kernel has been in public.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    None,
+    RankRoundedUp,
+    LastInputDropped,
+    ScaleOfSlotZero,
+    RowScaleIgnored,
+    SkippedRowAddsZero,
+    RoundedTwice,
+    Truncated,
+    WritesPadding,
+    LargeWindow,
+    TablesTrusted,
+    SiteOffsetIgnored,
+    NeighbourLost,
+    SumDependsOnSlot,
+    SumDependsOnRows,
+}
+
+#[derive(Debug)]
+struct Memory(Mutex<Vec<u8>>);
+
+impl Allocation for Memory {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[derive(Debug)]
+struct Naive {
+    caps: Caps,
+    fault: Fault,
+    next: AtomicU64,
+}
+
+impl Naive {
+    fn new(fault: Fault) -> Self {
+        let caps = Caps {
+            backend: "naive",
+            device: format!("loops, {fault:?}"),
+            driver: String::new(),
+            api: String::new(),
+            class: DeviceClass::Software,
+            memory: 0,
+            layout: WeightLayout::SlotMajor,
+            max_alloc: 1 << 30,
+            max_binding: 1 << 30,
+            binding_align: 4,
+            max_groups: [65_535; 2],
+            subgroup: [1, 1],
+        };
+        Self { caps, fault, next: AtomicU64::new(1) }
+    }
+}
+
+impl GpuBackend for Naive {
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn alloc(&self, len: u64, _label: &str) -> Result<Region> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        Ok(Region::new(DevicePtr(number << 32), len, Arc::new(Memory(Mutex::new(vec![0; len as usize])))))
+    }
+
+    fn load(&self, kernel: Kernel, spec: Spec) -> Result<Pipeline> {
+        Ok(Pipeline::new(kernel, spec, Arc::new(())))
+    }
+
+    fn submit(&self, record: Record<'_>) -> Result<Ticket> {
+        record(&mut Loops(self.fault)).map(|()| Ticket(1))
+    }
+
+    fn capture(&self, record: Record<'_>) -> Result<Box<dyn Graph>> {
+        let mut list = Recorded { fault: self.fault, launches: Vec::new() };
+        record(&mut list)?;
+        Ok(Box::new(list))
+    }
+
+    fn completed(&self) -> Result<Ticket> {
+        Ok(Ticket(1))
+    }
+
+    fn wait(&self, _ticket: Ticket) -> Result<()> {
+        Ok(())
+    }
+
+    fn read(&self, src: &Region) -> Result<Vec<u8>> {
+        Ok(bytes(src, |b| b.to_vec()))
+    }
+}
+
+fn bytes<R>(region: &Region, f: impl FnOnce(&mut [u8]) -> R) -> R {
+    let memory: &Memory = region.owner().as_any().downcast_ref().unwrap();
+    let (at, len) = (region.offset() as usize, region.len() as usize);
+    f(&mut memory.0.lock().unwrap()[at..at + len])
+}
+
+/// Runs what it is given, at once.
+struct Loops(Fault);
+
+impl Encoder for Loops {
+    fn launch(&mut self, batch: &[Launch<'_>]) -> Result<()> {
+        batch.iter().for_each(|l| kernel(self.0, l.pipeline(), l.operands(), l.params()));
+        Ok(())
+    }
+
+    fn write(&mut self, dst: &Region, data: &[u8]) -> Result<()> {
+        check_write(dst, data)?;
+        bytes(dst, |b| b[..data.len()].copy_from_slice(data));
+        Ok(())
+    }
+
+    fn copy(&mut self, dst: &Region, src: &Region) -> Result<()> {
+        check_copy(dst, src)?;
+        let data = bytes(src, |b| b.to_vec());
+        self.write(dst, &data)
+    }
+}
+
+type Kept = (Pipeline, Vec<Region>, Params);
+
+#[derive(Debug)]
+struct Recorded {
+    fault: Fault,
+    launches: Vec<Kept>,
+}
+
+impl Encoder for Recorded {
+    fn launch(&mut self, batch: &[Launch<'_>]) -> Result<()> {
+        self.launches.extend(batch.iter().map(|l| (l.pipeline().clone(), l.operands().to_vec(), *l.params())));
+        Ok(())
+    }
+
+    fn write(&mut self, _dst: &Region, _bytes: &[u8]) -> Result<()> {
+        unreachable!("the suite captures launches only")
+    }
+
+    fn copy(&mut self, _dst: &Region, _src: &Region) -> Result<()> {
+        unreachable!("the suite captures launches only")
+    }
+}
+
+impl Graph for Recorded {
+    fn replay(&self) -> Result<Ticket> {
+        self.launches.iter().for_each(|(pipeline, operands, params)| kernel(self.fault, pipeline, operands, params));
+        Ok(Ticket(1))
+    }
+}
+
+fn kernel(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
+    let (expand, spec) = (pipeline.kernel().is_expand(), pipeline.spec());
+    let words: Vec<Vec<u32>> =
+        operands[..2].iter().map(|r| bytes(r, |b| bytemuck::pod_collect_to_vec::<u8, u32>(b))).collect();
+    let row_ref = |row: u32| RowRef {
+        slot: words[0][2 * row as usize] as i32,
+        scale: f32::from_bits(words[0][2 * row as usize + 1]),
+    };
+    let mut rows: Vec<(u32, i32)> = Vec::new();
+    if matches!(pipeline.kernel(), Kernel::BgmvShrink | Kernel::BgmvExpand) {
+        rows.extend((p.row_first..p.row_first + p.rows).map(|row| (row, row_ref(row).slot)));
+    } else {
+        for t in 0..p.tiles as usize {
+            let tile: Tile = *bytemuck::from_bytes(bytemuck::cast_slice(&words[0][p.tiles_at as usize + 4 * t..][..4]));
+            let first = u64::from(tile.first_row);
+            let end = first + u64::from(tile.rows.min(crate::contract::SGMV_TILE_ROWS));
+            let window = u64::from(p.row_first)..u64::from(p.row_first) + u64::from(p.rows);
+            rows.extend((first..end).filter(|row| window.contains(row)).map(|row| (row as u32, tile.slot)));
+        }
+    }
+    let address = u64::from(p.weights_lo) | u64::from(p.weights_hi) << 32;
+    let weights_len = u64::from(p.weights_len_lo) | u64::from(p.weights_len_hi) << 32;
+    for (row, slot) in rows {
+        for site in &p.site[..p.sites as usize] {
+            let skip = |y: bool| {
+                if fault == Fault::SkippedRowAddsZero && expand && y {
+                    let (at, size) = (
+                        u64::from(row - p.row_first) * u64::from(site.y_stride) + u64::from(site.y_offset),
+                        spec.act.size(),
+                    );
+                    let y = operands[4 + site.y_operand as usize]
+                        .slice(at * size, u64::from(site.out_features) * size)
+                        .unwrap();
+                    let sums: Vec<f32> = bytes(&y, |b| spec.act.decode(b)).iter().map(|y| y + 0.0).collect();
+                    let mut out = Vec::new();
+                    spec.act.encode(&sums, &mut out);
+                    bytes(&y, |b| b.copy_from_slice(&out));
+                }
+            };
+            let wide = u32::from(fault == Fault::LargeWindow);
+            let window = i64::from(p.slot_first)..i64::from(p.slot_first + p.slot_count + wide);
+            if !window.contains(&slot.into()) || slot as usize >= p.slots as usize {
+                skip(true);
+                continue;
+            }
+            let s = slot as usize;
+            let t = |at: u32, i: usize| words[1][at as usize + i];
+            let cell = u64::from(t(site.cells, 2 * s)) | u64::from(t(site.cells, 2 * s + 1)) << 32;
+            let (mut rank, scale) =
+                (t(site.ranks, s), f32::from_bits(t(site.scales, if fault == Fault::ScaleOfSlotZero { 0 } else { s })));
+            let over = cell
+                .checked_sub(address)
+                .is_none_or(|at| at.checked_add(u64::from(site.span) * 4).is_none_or(|end| end > weights_len));
+            if cell == 0 || rank == 0 || over || rank > p.max_rank {
+                if fault == Fault::TablesTrusted
+                    && cell > address
+                    && cell - address < weights_len
+                    && rank == p.max_rank + 1
+                {
+                    rank = p.max_rank;
+                } else {
+                    continue;
+                }
+            }
+            if fault == Fault::RankRoundedUp {
+                rank = rank.next_multiple_of(8).min(p.max_rank);
+            }
+            let matrix = |row: u32, stride: u32, width: u32| {
+                let at = cell - address + u64::from(row) * u64::from(stride) * spec.weight.size();
+                let region = operands[2].slice(at, u64::from(width) * spec.weight.size()).unwrap();
+                bytes(&region, |b| spec.weight.decode(b))
+            };
+            let local = u64::from(row - p.row_first);
+            let z_offset = if fault == Fault::SiteOffsetIgnored { 0 } else { site.z_offset };
+            let z = |r: &Region| {
+                r.slice((local * u64::from(p.z_stride) + u64::from(z_offset)) * 4, u64::from(rank) * 4).unwrap()
+            };
+            if !expand {
+                let x = operands[3]
+                    .slice(local * u64::from(p.x_stride) * spec.act.size(), u64::from(p.in_features) * spec.act.size())
+                    .unwrap();
+                let mut x = bytes(&x, |b| spec.act.decode(b));
+                if fault == Fault::LastInputDropped && x.len() > 8 {
+                    *x.last_mut().unwrap() = 0.0;
+                }
+                let dot = |a: Vec<f32>| {
+                    let mut terms: Vec<f32> = a.iter().zip(&x).map(|(a, x)| a * x).collect();
+                    if fault == Fault::SumDependsOnSlot && s == 1 || fault == Fault::SumDependsOnRows && p.rows > 4 {
+                        terms.reverse();
+                    }
+                    terms.iter().sum::<f32>()
+                };
+                let out: Vec<f32> = (0..rank).map(|r| dot(matrix(r, p.a_stride, p.in_features))).collect();
+                bytes(&z(&operands[4]), |b| b.copy_from_slice(bytemuck::cast_slice(&out)));
+            } else {
+                let z = bytes(&z(&operands[3]), |b| DType::F32.decode(b));
+                let row_scale = if fault == Fault::RowScaleIgnored { 1.0 } else { row_ref(row).scale };
+                let at = local * u64::from(site.y_stride) + u64::from(site.y_offset);
+                let (y, size) = (&operands[4 + site.y_operand as usize], spec.act.size());
+                let extra = u32::from(fault == Fault::WritesPadding);
+                for n in 0..site.out_features + extra {
+                    let Ok(element) = y.slice((at + u64::from(n)) * size, size) else { continue };
+                    let b = if n < site.out_features { matrix(n, p.b_stride, rank) } else { vec![1.0; rank as usize] };
+                    let mut delta = scale * row_scale * b.iter().zip(&z).map(|(b, z)| b * z).sum::<f32>();
+                    if fault == Fault::RoundedTwice {
+                        delta = spec.act.round(delta);
+                    }
+                    bytes(&element, |bytes| {
+                        let mut out = Vec::new();
+                        let sum = spec.act.decode(bytes)[0] + delta;
+                        match fault {
+                            Fault::Truncated if spec.act == DType::Bf16 => {
+                                out.extend_from_slice(&sum.to_le_bytes()[2..])
+                            }
+                            _ => spec.act.encode(&[sum], &mut out),
+                        }
+                        bytes.copy_from_slice(&out);
+                    });
+                    if fault == Fault::NeighbourLost
+                        && size == 2
+                        && n + 1 == site.out_features
+                        && (at + u64::from(n)) % 2 == 0
+                    {
+                        if let Ok(next) = y.slice((at + u64::from(n) + 1) * size, size) {
+                            bytes(&next, |b| b.fill(0));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn loops_that_keep_to_the_contract_pass() {
+    let report = smoke(&Naive::new(Fault::None));
+    assert!(report.passed(), "{report}");
+    assert!(report.elements_checked > 10_000 && report.ignored.is_empty());
+    assert!(report.worst_error_over_bound > 0.0 && report.worst_error_over_bound <= 1.0);
+}
+
+#[test]
+fn the_smoke_cases_find_each_way_of_computing_wrong() {
+    for fault in [
+        Fault::RankRoundedUp,
+        Fault::LastInputDropped,
+        Fault::ScaleOfSlotZero,
+        Fault::RowScaleIgnored,
+        Fault::SkippedRowAddsZero,
+        Fault::RoundedTwice,
+        Fault::Truncated,
+        Fault::WritesPadding,
+        Fault::SiteOffsetIgnored,
+        Fault::NeighbourLost,
+    ] {
+        let report = smoke(&Naive::new(fault));
+        assert!(!report.passed(), "{fault:?} went unnoticed");
+    }
+}
