@@ -48,7 +48,13 @@ pub fn list() -> Vec<Listing> {
             let unavailable = devices.is_empty().then(|| "no device".to_owned());
             Listing { backend: e.name, devices, unavailable }
         }
-        Err(error) => Listing { backend: e.name, devices: Vec::new(), unavailable: Some(error.to_string()) },
+        Err(error) => {
+            let reason = match error {
+                Error::Unavailable { reason, .. } => reason,
+                other => other.to_string(),
+            };
+            Listing { backend: e.name, devices: Vec::new(), unavailable: Some(reason) }
+        }
     };
     ENTRIES.iter().map(listing).collect()
 }

@@ -1,0 +1,104 @@
+//! Arguments, dispatch, and the three exit codes. One file a subcommand; what they share is in
+//! `args`, `console`, `failure` and `progress`.
+
+mod args;
+mod console;
+mod devices;
+mod failure;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use std::sync::LazyLock;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+use console::Console;
+use failure::{Failure, Status};
+
+/// Environment variable with the log filter.
+const LOG: &str = "LORAPOOL_LOG";
+
+/// The crate's version and the backends of this build.
+static VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{} ({})", env!("CARGO_PKG_VERSION"), lorapool::backend::names().join(", ")));
+
+/// Many LoRA adapters resident on one GPU, a different one for every row of a batch.
+///
+/// Reads adapters as PEFT saved them, keeps them side by side in one pool of device memory, and adds
+/// each row's own delta to a batch's outputs, on CUDA, Vulkan, WebGPU and the CPU.
+#[derive(Debug, Parser)]
+#[command(
+    name = "lorapool",
+    version = VERSION.as_str(),
+    arg_required_else_help = true,
+    after_help = "Exit codes: 0 done, 1 something failed or a result was wrong, 2 wrong usage or an adapter refused by `audit`.\n\
+                  Set LORAPOOL_LOG=info (or debug, or a filter such as lorapool=debug,wgpu=off) for log output on stderr."
+)]
+struct Cli {
+    /// Print one JSON document on stdout, errors included
+    #[arg(long, global = true)]
+    json: bool,
+
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// List every backend and device: driver and limits, or why there is none
+    Devices(devices::Devices),
+}
+
+/// Parses the arguments, runs the command, prints its error.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let console = Console::new(cli.json);
+    let done = log().and_then(|()| match cli.command {
+        Command::Devices(command) => command.run(&console),
+    });
+    let status = done.unwrap_or_else(|failure| {
+        console.failure(&failure);
+        failure.status()
+    });
+    ExitCode::from(status as u8)
+}
+
+/// What clap has to say: help and version on stdout, anything else as an error of usage.
+fn usage(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        // Nothing to do for a closed pipe.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        let _ = error.print();
+        return ExitCode::from(Status::Refused as u8);
+    }
+    let json = std::env::args_os().any(|arg| arg == "--json");
+    let text = error.render().to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+    let text = if json { text.lines().next().unwrap_or(text) } else { text };
+    let failure = Failure::usage(text);
+    Console::new(json).failure(&failure);
+    ExitCode::from(failure.status() as u8)
+}
+
+/// Log output on stderr, by default warnings and errors.
+fn log() -> Result<(), Failure> {
+    let directives = std::env::var(LOG).unwrap_or_else(|_| "warn".into());
+    let filter =
+        EnvFilter::try_new(&directives).map_err(|error| Failure::usage(format!("{LOG}={directives}: {error}")))?;
+    let ansi = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_timer(tracing_subscriber::fmt::time::uptime())
+        .with_writer(std::io::stderr)
+        .with_ansi(ansi)
+        .init();
+    Ok(())
+}
