@@ -1,0 +1,69 @@
+#version 460
+// z[row][r] = sum_k A[slot(row)][r][k] * x[row][k]
+//
+// Grid: x (folded into x and y) = rows * ceil(max_rank / BGMV_SHRINK_RANKS), z = sites.
+// A workgroup takes one row and BGMV_SHRINK_RANKS ranks, 32 lanes each; lane l sums the 16-byte pieces
+// l, l + 32, ... of its row of A in order, then the lanes are added pairwise. The order depends on
+// in_features alone.
+// batch: RowRef[row_first + rows], tables: u32[], weights: bytes, x: ACT[rows][x_stride], z: f32[rows][z_stride]
+
+#extension GL_GOOGLE_include_directive : require
+#include "common.glsl"
+
+const uint LANES = THREADS / BGMV_SHRINK_RANKS;
+
+shared float partial[THREADS];
+
+void main() {
+    EnvelopeAt at = EnvelopeAt(envelope_at);
+    uint parts = div_ceil(at.envelope.params.max_rank, BGMV_SHRINK_RANKS);
+    uint item = work_item();
+    uint row = item / parts;
+    uint first_rank = item % parts * BGMV_SHRINK_RANKS;
+    if (row >= at.envelope.params.rows) {
+        return;
+    }
+    uint site = gl_WorkGroupID.z;
+    Adapter adapter;
+    if (!find(at, site, row_slot(at, at.envelope.params.row_first + row), adapter) || first_rank >= adapter.rank) {
+        return;
+    }
+
+    uint thread = gl_LocalInvocationID.x;
+    uint lane = thread % LANES;
+    uint r = first_rank + thread / LANES;
+    float sum = 0.0;
+    if (r < adapter.rank) {
+        uint in_features = at.envelope.params.in_features;
+        uvec2 x = element_at(at.envelope.operand[3], row, at.envelope.params.x_stride, 0u, log2_size(ACT));
+        uvec2 a = weight_row(adapter.matrix, r, at.envelope.params.a_stride);
+        uint per = weights_per_quad();
+        uint quads = div_ceil(in_features, per);
+        for (uint quad = lane; quad < quads; quad += LANES) {
+            uint k = quad * per;
+            uint count = min(in_features - k, per);
+            uvec4 loaded = weight_quad(a, quad, count);
+            for (uint i = 0u; i < count; i += 2u) {
+                bool both = i + 1u < count;
+                vec2 weights = WEIGHT == DTYPE_F32 ? uintBitsToFloat(i == 0u ? loaded.xy : loaded.zw)
+                                                   : weight_halves(loaded[i >> 1]);
+                vec2 inputs = act_pair(x, k + i, both);
+                sum += weights.x * inputs.x;
+                if (both) {
+                    sum += weights.y * inputs.y;
+                }
+            }
+        }
+    }
+
+    partial[thread] = sum;
+    for (uint half_lanes = LANES / 2u; half_lanes > 0u; half_lanes /= 2u) {
+        barrier();
+        if (lane < half_lanes) {
+            partial[thread] += partial[thread + half_lanes];
+        }
+    }
+    if (lane == 0u && r < adapter.rank) {
+        Outputs(add64(z_at(at, 4u, site, row), uvec2(r * 4u, 0u))).word = floatBitsToUint(partial[thread]);
+    }
+}

@@ -1,0 +1,285 @@
+// What all four kernels share: 64-bit addresses as uvec2, the exact conversions, loads and stores.
+//
+// Nothing optional is used: no 64-bit integers, 16-bit types, float atomics or subgroup operations, and no
+// pointer inside a struct, so that drivers without them (SwiftShader) run the same binary.
+
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_buffer_reference : require
+#extension GL_EXT_buffer_reference_uvec2 : require
+#include "contract.glsl"
+
+// contract::Spec, given when the pipeline is made.
+layout(constant_id = 0) const uint ACT = DTYPE_F32;
+layout(constant_id = 1) const uint WEIGHT = DTYPE_F32;
+
+// THREADS; a layout qualifier takes no uint constant.
+layout(local_size_x = 128) in;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer EnvelopeAt { Envelope envelope; };
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Words { uint word[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Quads { uvec4 quad[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Outputs { uint word; };
+
+layout(push_constant) uniform Push { uvec2 envelope_at; };
+
+// ---- 64-bit arithmetic, low word first ----
+
+uvec2 add64(uvec2 a, uvec2 b) {
+    uint carry;
+    uint lo = uaddCarry(a.x, b.x, carry);
+    return uvec2(lo, a.y + b.y + carry);
+}
+
+uvec2 sub64(uvec2 a, uvec2 b) {
+    uint borrow;
+    uint lo = usubBorrow(a.x, b.x, borrow);
+    return uvec2(lo, a.y - b.y - borrow);
+}
+
+bool less64(uvec2 a, uvec2 b) {
+    return a.y < b.y || (a.y == b.y && a.x < b.x);
+}
+
+// Address of element `row * stride + offset` of an array at `base` whose elements take 1 << log2_size bytes.
+uvec2 element_at(uvec2 base, uint row, uint stride, uint offset, uint log2_size) {
+    uint hi, lo;
+    umulExtended(row, stride, hi, lo);
+    uvec2 element = add64(uvec2(lo, hi), uvec2(offset, 0u));
+    uvec2 bytes = uvec2(element.x << log2_size, (element.y << log2_size) | (element.x >> (32u - log2_size)));
+    return add64(base, bytes);
+}
+
+uint log2_size(uint dtype) {
+    return dtype == DTYPE_F32 ? 2u : 1u;
+}
+
+// ---- Conversions by integer code: packing instructions may flush subnormals or round otherwise ----
+
+float f16_to_f32(uint h) {
+    uint sign = (h & 0x8000u) << 16;
+    uint exponent = (h >> 10) & 31u;
+    uint mantissa = h & 0x3ffu;
+    uint normal = (exponent + 112u) << 23 | mantissa << 13;
+    // A subnormal is a whole number of 2^-24, an f32 with an exponent to spare.
+    uint subnormal = floatBitsToUint(float(mantissa) * 5.9604644775390625e-8);
+    uint special = 0x7f800000u | mantissa << 13;
+    uint magnitude = exponent == 0u ? subnormal : (exponent == 31u ? special : normal);
+    return uintBitsToFloat(sign | magnitude);
+}
+
+// Nearest, ties to even.
+uint f32_to_f16(float value) {
+    uint bits = floatBitsToUint(value);
+    uint sign = (bits >> 16) & 0x8000u;
+    uint magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) {
+        return sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    }
+    if (magnitude >= 0x47800000u) {
+        return sign | 0x7c00u;
+    }
+    if (magnitude >= 0x38800000u) {
+        // A carry out of the mantissa goes to the exponent, and from the largest one to infinity.
+        return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+    }
+    uint shift = 126u - (magnitude >> 23);
+    if (shift > 24u) {
+        return sign;
+    }
+    uint mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    uint kept = mantissa >> shift;
+    uint rest = mantissa & ((1u << shift) - 1u);
+    uint middle = 1u << (shift - 1u);
+    bool up = rest > middle || (rest == middle && (kept & 1u) == 1u);
+    return sign | (kept + (up ? 1u : 0u));
+}
+
+// Nearest, ties to even.
+uint f32_to_bf16(float value) {
+    uint bits = floatBitsToUint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return bits >> 16 | 0x40u;
+    }
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// A 2-byte element in the low half of `half_word`.
+float decode(uint dtype, uint half_word) {
+    return dtype == DTYPE_F16 ? f16_to_f32(half_word & 0xffffu) : uintBitsToFloat(half_word << 16);
+}
+
+uint encode(uint dtype, float value) {
+    return dtype == DTYPE_F16 ? f32_to_f16(value) : f32_to_bf16(value);
+}
+
+// ---- Loads ----
+
+float f32_at(uvec2 base, uint index) {
+    return uintBitsToFloat(Words(base).word[index]);
+}
+
+// Elements k and k + 1 of the activations at `base`, a multiple of their size; k is even; the second one is
+// 0 and not loaded where `both` is false.
+vec2 act_pair(uvec2 base, uint k, bool both) {
+    if (ACT == DTYPE_F32) {
+        return vec2(f32_at(base, k), both ? f32_at(base, k + 1u) : 0.0);
+    }
+    uvec2 aligned = uvec2(base.x & ~3u, base.y);
+    uint first = Words(aligned).word[k >> 1];
+    if ((base.x & 2u) == 0u) {
+        return vec2(decode(ACT, first), both ? decode(ACT, first >> 16) : 0.0);
+    }
+    return vec2(decode(ACT, first >> 16), both ? decode(ACT, Words(aligned).word[(k >> 1) + 1u]) : 0.0);
+}
+
+// Weights that one 16-byte load brings.
+uint weights_per_quad() {
+    return WEIGHT == DTYPE_F32 ? 4u : 8u;
+}
+
+// 16 bytes of a row of weights, of which the elements below `count` (at least 1) are in use. The last ones
+// come word by word: what lies behind the row may be nobody's.
+uvec4 weight_quad(uvec2 row, uint quad, uint count) {
+    if (count >= weights_per_quad()) {
+        return Quads(row).quad[quad];
+    }
+    uint words = WEIGHT == DTYPE_F32 ? count : (count + 1u) >> 1;
+    Words at = Words(row);
+    uvec4 loaded = uvec4(0u);
+    loaded.x = at.word[quad * 4u];
+    if (words > 1u) { loaded.y = at.word[quad * 4u + 1u]; }
+    if (words > 2u) { loaded.z = at.word[quad * 4u + 2u]; }
+    if (words > 3u) { loaded.w = at.word[quad * 4u + 3u]; }
+    return loaded;
+}
+
+// Elements 2i and 2i + 1 (2-byte types) of a loaded quad.
+vec2 weight_halves(uint word) {
+    return vec2(decode(WEIGHT, word), decode(WEIGHT, word >> 16));
+}
+
+// One weight of a row; for the tiled kernels, which load each once into shared memory.
+float weight_at(uvec2 row, uint index) {
+    if (WEIGHT == DTYPE_F32) {
+        return f32_at(row, index);
+    }
+    return decode(WEIGHT, Words(row).word[index >> 1] >> ((index & 1u) * 16u));
+}
+
+// ---- Tables ----
+
+// The launch's own view of one slot at one site.
+struct Adapter {
+    uvec2 matrix;
+    uint rank;
+    float scale;
+};
+
+// Looks `slot` up for site `site`; false: the row has no delta here. Nothing read from the tables is believed:
+// a cell must lie 16-aligned in the weights with `span` words behind it, a rank within the launch's.
+bool find(EnvelopeAt at, uint site, int slot, out Adapter adapter) {
+    adapter = Adapter(uvec2(0u), 0u, 0.0);
+    uint first = at.envelope.params.slot_first;
+    if (slot < 0 || uint(slot) < first || uint(slot) - first >= at.envelope.params.slot_count) {
+        return false;
+    }
+    uvec2 tables = at.envelope.operand[1];
+    uint index = uint(slot);
+    uvec2 cell_at = element_at(tables, index, 2u, at.envelope.params.site[site].cells, 2u);
+    adapter.matrix = uvec2(Words(cell_at).word[0], Words(cell_at).word[1]);
+    if (adapter.matrix == uvec2(0u) || (adapter.matrix.x & 15u) != 0u) {
+        return false;
+    }
+    uvec2 weights = uvec2(at.envelope.params.weights_lo, at.envelope.params.weights_hi);
+    uvec2 length = uvec2(at.envelope.params.weights_len_lo, at.envelope.params.weights_len_hi);
+    uint words = at.envelope.params.site[site].span;
+    uvec2 span = uvec2(words << 2, words >> 30);
+    if (less64(adapter.matrix, weights) || less64(length, span)) {
+        return false;
+    }
+    if (less64(sub64(length, span), sub64(adapter.matrix, weights))) {
+        return false;
+    }
+    uvec2 rank_at = element_at(tables, index, 1u, at.envelope.params.site[site].ranks, 2u);
+    adapter.rank = Words(rank_at).word[0];
+    if (adapter.rank == 0u || adapter.rank > at.envelope.params.max_rank) {
+        return false;
+    }
+    adapter.scale = f32_at(element_at(tables, index, 1u, at.envelope.params.site[site].scales, 2u), 0u);
+    return true;
+}
+
+// Slot of a row of the batch.
+int row_slot(EnvelopeAt at, uint row) {
+    return int(Words(element_at(at.envelope.operand[0], row, 2u, 0u, 2u)).word[0]);
+}
+
+// The row's own multiplier.
+float row_scale(EnvelopeAt at, uint row) {
+    return f32_at(element_at(at.envelope.operand[0], row, 2u, 1u, 2u), 0u);
+}
+
+// ---- The one store of y ----
+
+// Replaces a 2-byte element by its sum with `delta`. Its word's other half may be another thread's, which
+// changes it at any time: flip only the bits of this half that differ.
+void add_to_half(uvec2 address, float delta) {
+    Outputs at = Outputs(uvec2(address.x & ~3u, address.y));
+    uint shift = (address.x & 2u) << 3;
+    uint old = (at.word >> shift) & 0xffffu;
+    uint sum = encode(ACT, decode(ACT, old) + delta) & 0xffffu;
+    atomicXor(at.word, (old ^ sum) << shift);
+}
+
+// y[0] += delta.x and, if `both`, y[1] += delta.y, for two adjacent elements of one row of a site's outputs.
+void add_to_outputs(uvec2 address, vec2 delta, bool both) {
+    if (ACT == DTYPE_F32) {
+        Outputs first = Outputs(address);
+        first.word = floatBitsToUint(uintBitsToFloat(first.word) + delta.x);
+        if (both) {
+            Outputs second = Outputs(add64(address, uvec2(4u, 0u)));
+            second.word = floatBitsToUint(uintBitsToFloat(second.word) + delta.y);
+        }
+        return;
+    }
+    if (both && (address.x & 2u) == 0u) {
+        // Both halves of the word are this thread's.
+        Outputs pair = Outputs(address);
+        uint old = pair.word;
+        uint lo = encode(ACT, decode(ACT, old) + delta.x) & 0xffffu;
+        uint hi = encode(ACT, decode(ACT, old >> 16) + delta.y);
+        pair.word = lo | hi << 16;
+        return;
+    }
+    add_to_half(address, delta.x);
+    if (both) {
+        add_to_half(add64(address, uvec2(2u, 0u)), delta.y);
+    }
+}
+
+// Address of output `n` of row `row` of the launch.
+uvec2 output_at(EnvelopeAt at, uint site, uint row, uint n) {
+    uvec2 base = at.envelope.operand[4u + at.envelope.params.site[site].y_operand];
+    uint size = log2_size(ACT);
+    uvec2 first = element_at(base, row, at.envelope.params.site[site].y_stride, at.envelope.params.site[site].y_offset, size);
+    return add64(first, uvec2(n << size, n >> (32u - size)));
+}
+
+// Address of the site's part of z of row `row` of the launch.
+uvec2 z_at(EnvelopeAt at, uint operand, uint site, uint row) {
+    return element_at(at.envelope.operand[operand], row, at.envelope.params.z_stride, at.envelope.params.site[site].z_offset, 2u);
+}
+
+// Address of row `row` of a matrix of weights.
+uvec2 weight_row(uvec2 matrix, uint row, uint stride) {
+    return element_at(matrix, row, stride, 0u, log2_size(WEIGHT));
+}
+
+// Which work item of x this workgroup is: contract::fold undone.
+uint work_item() {
+    return gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+}
+
+uint div_ceil(uint a, uint b) {
+    return a / b + (a % b == 0u ? 0u : 1u);
+}

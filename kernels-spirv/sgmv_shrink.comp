@@ -1,0 +1,88 @@
+#version 460
+// z[row][r] = sum_k A[slot(tile)][r][k] * x[row][k], for the rows of a tile
+//
+// Grid: x (folded into x and y) = tiles * ceil(max_rank / SGMV_SHRINK_RANKS), z = sites.
+// A workgroup takes one tile and SGMV_SHRINK_RANKS ranks. x and A pass through shared memory, SGMV_DEPTH
+// columns at a time; each (row, rank) is summed by one thread in order of k.
+// batch: Tile[tiles] at word tiles_at, tables: u32[], weights: bytes, x: ACT[rows][x_stride], z: f32[rows][z_stride]
+
+#extension GL_GOOGLE_include_directive : require
+#include "common.glsl"
+
+// A column of padding keeps rows in different banks.
+const uint PITCH = SGMV_DEPTH + 1u;
+const uint SUMS = SGMV_TILE_ROWS * SGMV_SHRINK_RANKS / THREADS;
+
+shared float x_tile[SGMV_TILE_ROWS * PITCH];
+shared float a_tile[SGMV_SHRINK_RANKS * PITCH];
+
+void main() {
+    EnvelopeAt at = EnvelopeAt(envelope_at);
+    uint parts = div_ceil(at.envelope.params.max_rank, SGMV_SHRINK_RANKS);
+    uint item = work_item();
+    uint tile = item / parts;
+    uint first_rank = item % parts * SGMV_SHRINK_RANKS;
+    if (tile >= at.envelope.params.tiles) {
+        return;
+    }
+    uint site = gl_WorkGroupID.z;
+    Words tile_words = Words(element_at(at.envelope.operand[0], tile, 4u, at.envelope.params.tiles_at, 2u));
+    uint tile_rows = min(tile_words.word[2], SGMV_TILE_ROWS);
+    Adapter adapter;
+    if (tile_rows == 0u || !find(at, site, int(tile_words.word[0]), adapter) || first_rank >= adapter.rank) {
+        return;
+    }
+    // Rows before the launch's first wrap to numbers past its last.
+    uint first_row = tile_words.word[1] - at.envelope.params.row_first;
+    uint rows = at.envelope.params.rows;
+    uint in_features = at.envelope.params.in_features;
+
+    uint thread = gl_LocalInvocationID.x;
+    float sums[SUMS];
+    for (uint s = 0u; s < SUMS; s++) {
+        sums[s] = 0.0;
+    }
+    for (uint first = 0u; first < in_features; first += SGMV_DEPTH) {
+        for (uint i = thread; i < SGMV_TILE_ROWS * SGMV_DEPTH / 2u; i += THREADS) {
+            uint t = i / (SGMV_DEPTH / 2u);
+            uint column = i % (SGMV_DEPTH / 2u) * 2u;
+            uint k = first + column;
+            uint row = first_row + t;
+            vec2 pair = vec2(0.0);
+            if (t < tile_rows && row < rows && k < in_features) {
+                uvec2 x = element_at(at.envelope.operand[3], row, at.envelope.params.x_stride, 0u, log2_size(ACT));
+                pair = act_pair(x, k, k + 1u < in_features);
+            }
+            x_tile[t * PITCH + column] = pair.x;
+            x_tile[t * PITCH + column + 1u] = pair.y;
+        }
+        for (uint i = thread; i < SGMV_SHRINK_RANKS * SGMV_DEPTH; i += THREADS) {
+            uint r = i / SGMV_DEPTH;
+            uint column = i % SGMV_DEPTH;
+            float weight = 0.0;
+            if (first_rank + r < adapter.rank && first + column < in_features) {
+                weight = weight_at(weight_row(adapter.matrix, first_rank + r, at.envelope.params.a_stride), first + column);
+            }
+            a_tile[r * PITCH + column] = weight;
+        }
+        barrier();
+        for (uint s = 0u; s < SUMS; s++) {
+            uint cell = thread + s * THREADS;
+            uint x_row = cell / SGMV_SHRINK_RANKS * PITCH;
+            uint a_row = cell % SGMV_SHRINK_RANKS * PITCH;
+            for (uint column = 0u; column < SGMV_DEPTH; column++) {
+                sums[s] += a_tile[a_row + column] * x_tile[x_row + column];
+            }
+        }
+        barrier();
+    }
+    for (uint s = 0u; s < SUMS; s++) {
+        uint cell = thread + s * THREADS;
+        uint t = cell / SGMV_SHRINK_RANKS;
+        uint row = first_row + t;
+        uint r = first_rank + cell % SGMV_SHRINK_RANKS;
+        if (t < tile_rows && row < rows && r < adapter.rank) {
+            Outputs(add64(z_at(at, 4u, site, row), uvec2(r * 4u, 0u))).word = floatBitsToUint(sums[s]);
+        }
+    }
+}
