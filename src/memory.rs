@@ -8,9 +8,10 @@ use crate::error::{Error, Result};
 
 /// A device address: real on CUDA and Vulkan (a buffer device address), opaque on WebGPU and the CPU.
 ///
-/// Opaque addresses are `allocation number << 32 | byte offset`, the number starting at 1, so that
-/// on every backend 0 is null, addresses of one allocation are contiguous, and a kernel can turn an
-/// address into an offset by subtraction.
+/// On every backend 0 is null, the addresses of one allocation are contiguous and no other living
+/// allocation's, and a kernel can turn an address into an offset by subtraction. Opaque addresses are
+/// `allocation number << 32 | byte offset` on WebGPU, the number starting at 1; on the CPU, whose
+/// allocations may exceed 4 GiB, each allocation takes the next page-aligned range, with a gap between.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct DevicePtr(pub u64);

@@ -113,8 +113,10 @@ pub struct Case {
     pub shared_y: bool,
     /// Rows a launch takes; 0: all.
     pub chunk: u32,
-    /// Slots a launch takes, with weights of just those; 0: all.
+    /// Slots a launch takes; 0: all.
     pub window: u32,
+    /// Whether a launch of some slots gets the weights of all, not just theirs.
+    pub all_weights: bool,
     /// Words by which the table arrays start off multiples of 4.
     pub table_shift: u32,
     /// Whether x, y and z lie in one allocation.
@@ -145,6 +147,7 @@ impl Default for Case {
             shared_y: false,
             chunk: 0,
             window: 0,
+            all_weights: false,
             table_shift: 0,
             one_allocation: false,
             hostile: false,
@@ -179,7 +182,7 @@ impl Case {
     pub fn too_large(&self, caps: &Caps) -> Option<String> {
         let rows = u64::from(self.rows);
         let out = self.outs.iter().max().copied().unwrap_or(0) + self.pad;
-        let window = if self.window == 0 { self.slots } else { self.window };
+        let window = if self.window == 0 || self.all_weights { self.slots } else { self.window };
         let largest = (rows * u64::from(out.max(self.in_features + self.pad)) * 4)
             .max(rows * u64::from(self.max_rank + self.pad) * 4 * self.outs.len() as u64)
             .max(u64::from(window) * self.slot_bytes());
@@ -234,6 +237,7 @@ impl fmt::Display for Case {
         let flags = [
             ("nulls", self.nulls),
             ("row_scales", self.row_scales),
+            ("all_weights", self.all_weights),
             ("shared_y", self.shared_y),
             ("one_allocation", self.one_allocation),
             ("hostile", self.hostile),

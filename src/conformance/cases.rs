@@ -46,3 +46,249 @@ pub fn smoke() -> Vec<Case> {
     }
     cases
 }
+
+/// The whole table of cases at the level of launches.
+pub fn all() -> Vec<Case> {
+    let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, splits, values, hostile];
+    groups.into_iter().flat_map(|group| group()).collect()
+}
+
+/// Sets the types of each case in turn, so that a sweep takes all pairs of types without nine times the cases.
+fn in_turn(cases: impl IntoIterator<Item = Case>) -> Vec<Case> {
+    let types: Vec<_> = types().collect();
+    let typed = |(i, case): (usize, Case)| {
+        let (act, weight) = types[i % types.len()];
+        Case { act, weight, ..case }
+    };
+    cases.into_iter().enumerate().map(typed).collect()
+}
+
+/// Both ops, each with types that the other has at another place of the sweep.
+fn both_ops(sweep: impl Fn() -> Vec<Case>) -> Vec<Case> {
+    let sgmv = sweep().into_iter().skip(4).chain(sweep().into_iter().take(4));
+    let sgmv = sgmv.map(|case| Case { op: Op::Sgmv, ..case });
+    let sgmv = in_turn(sgmv);
+    in_turn(sweep()).into_iter().chain(sgmv).collect()
+}
+
+/// Any rank: all up to 130, and those around larger powers of two.
+fn ranks() -> Vec<Case> {
+    let swept = |rank| Case {
+        ranks: Ranks::All(rank),
+        max_rank: rank,
+        in_features: 37,
+        outs: vec![19],
+        rows: 4,
+        slots: 2,
+        mix: Mix::Distinct,
+        ..Case::default()
+    };
+    let mut cases = both_ops(|| (1..=130).chain([255, 256, 257, 511, 512]).map(swept).collect());
+    for op in Op::ALL {
+        for (act, weight) in types() {
+            for rank in [33, 128] {
+                let wide = Case { ranks: Ranks::All(rank), max_rank: rank + 7, values: Values::Real, ..swept(rank) };
+                cases.push(Case { op, act, weight, in_features: 80, outs: vec![131], rows: 9, ..wide });
+            }
+        }
+    }
+    cases
+}
+
+/// Any width, as input and as output.
+fn widths() -> Vec<Case> {
+    const WIDTHS: [u32; 11] = [1, 2, 3, 37, 48, 80, 131, 896, 3696, 4864, 12_288];
+    let of = |in_features, out| Case {
+        in_features,
+        outs: vec![out],
+        ranks: Ranks::All(6),
+        max_rank: 6,
+        rows: 3,
+        slots: 2,
+        mix: Mix::Distinct,
+        ..Case::default()
+    };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for act in DType::ALL {
+            for (i, width) in WIDTHS.into_iter().enumerate() {
+                let weight = DType::ALL[(i + act as usize) % 3];
+                let values = if i % 2 == 0 { Values::Grid } else { Values::Real };
+                cases.push(Case { op, act, weight, values, ..of(width, 131) });
+                cases.push(Case { op, act, weight, values, ..of(80, width) });
+            }
+        }
+    }
+    cases.extend(both_ops(|| vec![of(3696, 4864), of(4864, 896), of(896, 3696), of(12_288, 12_288)]));
+    cases
+}
+
+/// Any number of rows, and more workgroups than a dimension of a grid holds.
+fn rows() -> Vec<Case> {
+    let of = |rows| Case { rows, slots: 4, mix: Mix::Zipf, nulls: true, row_scales: true, ..Case::default() };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for act in DType::ALL {
+            for rows in [1, 2, 7, 8, 9, 15, 16, 17, 33, 257] {
+                cases.push(Case { op, act, weight: act, outs: vec![37], ..of(rows) });
+            }
+            let many = Case { in_features: 3, outs: vec![3], ranks: Ranks::All(2), max_rank: 2, ..of(70_000) };
+            cases.push(Case { op, act, weight: DType::F16, ..many });
+        }
+        // 274 parts a row for bgmv, 2188 a tile for sgmv: more groups than 65,535 in one dimension.
+        let rows = if op == Op::Bgmv { 240 } else { 31 };
+        let wide = Case { in_features: 5, outs: vec![70_000], ranks: Ranks::All(1), max_rank: 1, ..Case::default() };
+        cases.push(Case { op, act: DType::Bf16, rows, slots: 7, mix: Mix::Distinct, ..wide.clone() });
+        cases.push(Case { op, rows: 2, ..wide });
+    }
+    cases
+}
+
+/// How adapters mix in a batch.
+fn mixes() -> Vec<Case> {
+    let of = |mix| Case {
+        mix,
+        rows: 33,
+        slots: 7,
+        in_features: 131,
+        outs: vec![80],
+        ranks: Ranks::Mixed,
+        max_rank: 24,
+        nulls: true,
+        row_scales: true,
+        values: Values::Real,
+        ..Case::default()
+    };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for act in DType::ALL {
+            let weight = DType::ALL[(act as usize + 1) % 3];
+            for mix in [Mix::Distinct, Mix::Uniform, Mix::Zipf, Mix::Base, Mix::These(vec![6]), Mix::These(vec![-1, 0])]
+            {
+                cases.push(Case { op, act, weight, ..of(mix) });
+            }
+        }
+    }
+    cases.push(Case { slots: 64, rows: 257, ..of(Mix::Uniform) });
+    cases.push(Case { op: Op::Sgmv, slots: 64, rows: 257, ..of(Mix::Uniform) });
+    cases
+}
+
+/// One to four sites in a launch, each with a y of its own or all in parts of one.
+fn sites() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for act in DType::ALL {
+            for sites in 1..=4 {
+                for shared_y in [false, true] {
+                    cases.push(Case {
+                        op,
+                        act,
+                        weight: DType::ALL[sites % 3],
+                        outs: [48, 17, 80, 131][..sites].to_vec(),
+                        ranks: Ranks::Mixed,
+                        max_rank: 11,
+                        rows: 19,
+                        slots: 4,
+                        nulls: true,
+                        shared_y,
+                        pad: sites as u32 - 1,
+                        ..Case::default()
+                    });
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// Strided rows, operands that start anywhere, operands in one allocation.
+fn layouts() -> Vec<Case> {
+    let base =
+        Case { rows: 17, in_features: 45, outs: vec![51, 7], ranks: Ranks::All(5), max_rank: 5, ..Case::default() };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for (act, weight) in types().filter(|(act, weight)| act == weight || *act == DType::Bf16) {
+            for (pad, shift) in [(1, 0), (0, 1), (2, 1), (3, 3), (8, 0), (300, 5)] {
+                cases.push(Case { op, act, weight, pad, shift, ..base.clone() });
+            }
+            cases.push(Case { op, act, weight, one_allocation: true, shift: 1, ..base.clone() });
+            cases.push(Case { op, act, weight, table_shift: 1, pad: 1, ..base.clone() });
+        }
+    }
+    cases
+}
+
+/// Batches and pools in parts: rows by launches, slots by windows, both.
+fn splits() -> Vec<Case> {
+    let base = Case {
+        rows: 33,
+        slots: 7,
+        mix: Mix::Uniform,
+        outs: vec![37, 11],
+        ranks: Ranks::Mixed,
+        max_rank: 9,
+        nulls: true,
+        row_scales: true,
+        ..Case::default()
+    };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for act in DType::ALL {
+            for (chunk, window) in [(1, 0), (5, 0), (16, 0), (0, 1), (0, 3), (7, 2)] {
+                let case = Case { op, act, weight: DType::Bf16, chunk, window, pad: chunk % 2, ..base.clone() };
+                if window > 0 {
+                    cases.push(Case { all_weights: true, ..case.clone() });
+                }
+                cases.push(case);
+            }
+        }
+    }
+    cases
+}
+
+/// Subnormals, overflow, NaN and infinity.
+fn values() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for (act, weight) in types() {
+            for values in [Values::Subnormal, Values::Large, Values::NonFinite] {
+                cases.push(Case {
+                    op,
+                    act,
+                    weight,
+                    values,
+                    rows: 21,
+                    in_features: 37,
+                    outs: vec![53],
+                    ..Case::default()
+                });
+            }
+        }
+    }
+    cases
+}
+
+/// Tables and batches that no pool would write: nothing crashes, and the rows concerned keep their bits.
+fn hostile() -> Vec<Case> {
+    let slots = 15;
+    let mut rows: Vec<i32> = (0..slots).collect();
+    rows.extend([slots, slots + 1, 1 << 20, i32::MAX, -1, -2, i32::MIN]);
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for (act, weight) in types() {
+            cases.push(Case {
+                op,
+                act,
+                weight,
+                rows: 2 * rows.len() as u32 + 1,
+                slots: slots as u32,
+                mix: Mix::These(rows.clone()),
+                outs: vec![37, 48],
+                hostile: true,
+                ..Case::default()
+            });
+        }
+    }
+    cases
+}

@@ -100,8 +100,6 @@ pub struct Data {
     /// For each site `y[rows][out_features]` before the launch. Rows that must keep their bits hold any
     /// bits; they're encoded as they are here.
     pub y: Vec<Vec<u8>>,
-    /// Row whose x isn't finite.
-    pub tainted: Option<usize>,
 }
 
 impl Data {
@@ -123,14 +121,13 @@ impl Data {
         let mut x: Vec<f32> = (0..u64::from(case.rows) * u64::from(case.in_features))
             .map(|_| case.act.round(element(case.values, Part::X, case, &mut dice)))
             .collect();
-        let tainted = (case.values == Values::NonFinite).then(|| {
+        if case.values == Values::NonFinite {
             let row = case.rows as usize / 2;
             for (k, x) in x[row * case.in_features as usize..][..case.in_features as usize].iter_mut().enumerate() {
                 *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0][k % 4];
             }
-            row
-        });
-        let mut data = Self { slots, row_scales, tiles, pairs, x, y: Vec::new(), tainted };
+        }
+        let mut data = Self { slots, row_scales, tiles, pairs, x, y: Vec::new() };
         for (site, out) in case.outs.iter().enumerate() {
             let mut y = Vec::new();
             for row in 0..case.rows as usize {
@@ -150,6 +147,28 @@ impl Data {
     pub fn pair(&self, row: usize, site: usize) -> Option<&HostPair> {
         let slot = usize::try_from(self.slots[row]).ok()?;
         self.pairs.get(slot)?[site].as_ref().ok()
+    }
+
+    /// These rows, in this order, as a batch of their own.
+    pub fn select(&self, case: &Case, rows: &[usize]) -> Self {
+        let x = rows.iter().flat_map(|row| self.x(case, *row).iter().copied()).collect();
+        let of_site = |(y, out): (&Vec<u8>, &u32)| {
+            let width = (u64::from(*out) * case.act.size()) as usize;
+            rows.iter().flat_map(|row| y[row * width..(row + 1) * width].iter().copied()).collect()
+        };
+        let selected = Self {
+            slots: rows.iter().map(|row| self.slots[*row]).collect(),
+            row_scales: rows.iter().map(|row| self.row_scales[*row]).collect(),
+            x,
+            y: self.y.iter().zip(&case.outs).map(of_site).collect(),
+            ..self.clone()
+        };
+        selected.tiled()
+    }
+
+    /// With the tiles that its slots make.
+    pub fn tiled(self) -> Self {
+        Self { tiles: tiles(&self.slots), ..self }
     }
 
     /// The oracle's view of a pair.

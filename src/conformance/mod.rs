@@ -8,6 +8,7 @@
 mod case;
 mod cases;
 mod data;
+mod exact;
 #[cfg(test)]
 mod naive;
 pub mod oracle;
@@ -78,7 +79,7 @@ pub fn run(backend: &dyn GpuBackend, case: &Case) -> Result<Outcome> {
 
 /// Every trial of the suite, in order.
 pub fn trials() -> Vec<Trial> {
-    cases::smoke().into_iter().map(Trial::of_case).collect()
+    cases::all().into_iter().map(Trial::of_case).chain(exact::trials()).collect()
 }
 
 /// Runs `trials` on a device; `progress` hears of each before it starts: its place, how many there

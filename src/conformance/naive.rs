@@ -322,3 +322,28 @@ fn the_smoke_cases_find_each_way_of_computing_wrong() {
         assert!(!report.passed(), "{fault:?} went unnoticed");
     }
 }
+
+#[test]
+fn the_whole_suite_passes_on_loops_and_finds_what_the_smoke_cases_can_not() {
+    let all = trials();
+    let naive = Naive::new(Fault::None);
+    // The naive backend is slow: the large cases are for real ones.
+    let small = |t: &&Trial| !["70000", "12288", "4864", "3696", "896"].iter().any(|n| t.name().contains(n));
+    for trial in all.iter().filter(small) {
+        let mut report = Report::new(naive.caps());
+        report.add(trial.name(), trial.run(&naive));
+        assert!(report.passed(), "{report}");
+    }
+    for (fault, part) in [
+        (Fault::LargeWindow, "window="),
+        (Fault::TablesTrusted, "hostile"),
+        (Fault::SumDependsOnSlot, "any slot"),
+        (Fault::SumDependsOnRows, "row alone"),
+    ] {
+        let found = |trial: &Trial| match trial.run(&Naive::new(fault)) {
+            Ok(Outcome::Checked(check)) => !check.passed(),
+            _ => false,
+        };
+        assert!(all.iter().filter(|t| t.name().contains(part)).any(found), "{fault:?} went unnoticed");
+    }
+}

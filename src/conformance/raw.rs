@@ -299,7 +299,10 @@ impl<'b> Rig<'b> {
     fn launch(&self, encoder: &mut dyn Encoder, (first, rows): (u32, u32), slots: (u32, u32)) -> Result<()> {
         let case = &self.case;
         let slot_bytes = case.slot_bytes();
-        let weights = self.fixed[2].0.slice(u64::from(slots.0) * slot_bytes, u64::from(slots.1) * slot_bytes)?;
+        let weights = match &self.fixed[2].0 {
+            all if case.all_weights => all.clone(),
+            all => all.slice(u64::from(slots.0) * slot_bytes, u64::from(slots.1) * slot_bytes)?,
+        };
         let (batch, tables) = (self.fixed[0].0.clone(), self.fixed[1].0.clone());
         let x = self.x.rows(first, rows, case.in_features.into())?;
         let z = self.z.rows(first, rows, self.z.stride - u64::from(case.pad))?;

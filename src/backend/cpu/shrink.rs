@@ -1,0 +1,90 @@
+//! z = A x: dot products along the input.
+
+use std::ops::Range;
+
+use super::job::{Job, RUN_ROWS, Work};
+use super::module::Launched;
+use super::simd::{self, LANES};
+
+/// Terms of a sum that are widened at a time: a multiple of [`LANES`], so that blocks don't change the order.
+const DEPTH: usize = 256;
+
+/// Ranks that are summed at a time.
+const RANKS: usize = 16;
+
+/// Ranks that share the loads of x.
+const GROUP: usize = 4;
+
+/// The shrink of one launch.
+pub(super) struct Shrink<'a> {
+    pub(super) launched: &'a Launched<'a>,
+    /// x, as bytes.
+    pub(super) x: &'a [u8],
+}
+
+impl Work for Shrink<'_> {
+    fn columns(&self, job: &Job<'_>) -> usize {
+        job.rank
+    }
+
+    fn cost(&self, job: &Job<'_>) -> u64 {
+        u64::from(self.launched.params.in_features) * job.run.rows as u64
+    }
+
+    fn run(&self, job: &Job<'_>, ranks: Range<usize>, rows: &mut [&mut [u8]]) {
+        let mut x_buffer = [[0.0; DEPTH]; RUN_ROWS];
+        let mut sums = [[[0.0; LANES]; RANKS]; RUN_ROWS];
+        for start in ranks.clone().step_by(RANKS) {
+            let block = start..(start + RANKS).min(ranks.end);
+            let sums = &mut sums[..rows.len()];
+            sums.iter_mut().for_each(|row| row[..block.len()].fill([0.0; LANES]));
+            self.sum(job, block.clone(), &mut x_buffer, sums);
+            for (row, sums) in rows.iter_mut().zip(sums) {
+                let z: &mut [f32] = bytemuck::cast_slice_mut(row);
+                for (z, sums) in z[start - ranks.start..].iter_mut().zip(&sums[..block.len()]) {
+                    *z = simd::total(*sums);
+                }
+            }
+        }
+    }
+}
+
+impl Shrink<'_> {
+    /// Adds the products of the job's rows with ranks `block` of A to `sums[row][rank]`.
+    fn sum(
+        &self,
+        job: &Job<'_>,
+        block: Range<usize>,
+        x_buffer: &mut [[f32; DEPTH]; RUN_ROWS],
+        sums: &mut [[[f32; LANES]; RANKS]],
+    ) {
+        let Launched { level, kernel, params, .. } = *self.launched;
+        let width = params.in_features as usize;
+        let (x_size, a_size) = (kernel.spec.act.size() as usize, kernel.spec.weight.size() as usize);
+        let mut a_buffer = [[0.0; DEPTH]; GROUP];
+        for k in (0..width).step_by(DEPTH) {
+            let depth = DEPTH.min(width - k);
+            let mut x: [&[f32]; RUN_ROWS] = [&[]; RUN_ROWS];
+            for (i, (x, buffer)) in x.iter_mut().zip(&mut *x_buffer).take(sums.len()).enumerate() {
+                let at = ((job.run.row + i) * params.x_stride as usize + k) * x_size;
+                *x = simd::widen(level, kernel.spec.act, &self.x[at..][..depth * x_size], buffer);
+            }
+            for r in block.clone().step_by(GROUP) {
+                let count = GROUP.min(block.end - r);
+                let mut a: [&[f32]; GROUP] = [&[]; GROUP];
+                for (i, (a, buffer)) in a.iter_mut().zip(&mut a_buffer).take(count).enumerate() {
+                    let at = ((r + i) * params.a_stride as usize + k) * a_size;
+                    *a = simd::widen(level, kernel.spec.weight, &job.matrix[at..][..depth * a_size], buffer);
+                }
+                for (x, sums) in x.iter().zip(&mut *sums) {
+                    let sums = &mut sums[r - block.start..];
+                    if count == GROUP {
+                        simd::dot(level, x, a, sums);
+                    } else {
+                        a[..count].iter().zip(sums.chunks_mut(1)).for_each(|(a, sum)| simd::dot(level, x, [a], sum));
+                    }
+                }
+            }
+        }
+    }
+}
