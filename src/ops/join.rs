@@ -109,3 +109,64 @@ fn apart(a: &Span<'_>, b: &Span<'_>, act: DType) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::memory::{Allocation, DevicePtr, Region};
+
+    #[derive(Debug)]
+    struct Memory;
+
+    impl Allocation for Memory {
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    fn memory(len: u64) -> Region {
+        Region::new(DevicePtr(1 << 32), len, Arc::new(Memory))
+    }
+
+    fn joined(ys: &[(Matrix, u32)], rows: u32, align: u64) -> Result<(Vec<Joined>, Vec<At>)> {
+        let outputs: Vec<Output<'_>> = ys.iter().enumerate().map(|(site, (y, _))| Output { site, y }).collect();
+        let widths: Vec<u32> = ys.iter().map(|(_, width)| *width).collect();
+        join(&outputs, &widths, rows, DType::Bf16, align)
+    }
+
+    #[test]
+    fn interleaved_outputs_become_one_operand_and_separate_ones_stay_apart() {
+        let qkv = memory(10 * 64 * 2);
+        let part = |at: u64| Matrix::new(qkv.slice(at * 2, qkv.len() - at * 2).unwrap(), 64);
+        let other = Matrix::new(memory(10 * 8 * 2), 8);
+        let (operands, at) = joined(&[(part(48), 16), (other, 8), (part(0), 32), (part(32), 16)], 10, 1).unwrap();
+        assert_eq!(operands.len(), 2);
+        let shared = at[0].operand;
+        assert_eq!((at[0].offset, at[2].offset, at[3].offset), (48, 0, 32));
+        assert_eq!((at[2].operand, at[3].operand), (shared, shared));
+        assert_ne!(at[1].operand, shared);
+        assert_eq!(operands[shared as usize].width, 64);
+    }
+
+    #[test]
+    fn neighbours_within_one_binding_granule_are_joined_too() {
+        let both = memory(2 * 40 * 2);
+        let first = Matrix::new(both.slice(0, 80).unwrap(), 40);
+        let second = Matrix::new(both.slice(80, 80).unwrap(), 40);
+        assert_eq!(joined(&[(first.clone(), 40), (second.clone(), 40)], 1, 1).unwrap().0.len(), 2);
+        let (operands, at) = joined(&[(first, 40), (second, 40)], 1, 256).unwrap();
+        assert_eq!((operands.len(), at[1].offset), (1, 40));
+    }
+
+    #[test]
+    fn outputs_that_share_an_element_are_refused() {
+        let y = memory(10 * 64 * 2);
+        let part = |at: u64, stride| Matrix::new(y.slice(at * 2, y.len() - at * 2).unwrap(), stride);
+        assert!(joined(&[(part(0, 64), 33), (part(32, 64), 16)], 9, 1).is_err());
+        assert!(joined(&[(part(0, 64), 16), (part(48, 64), 17)], 9, 1).is_err(), "wraps into the next row");
+        assert!(joined(&[(part(0, 64), 16), (part(16, 32), 16)], 9, 1).is_err(), "strides differ");
+    }
+}

@@ -3,6 +3,7 @@
 mod layout;
 mod pack;
 mod rows;
+mod slots;
 mod spec;
 mod tables;
 
@@ -11,6 +12,7 @@ use std::collections::BTreeMap;
 pub use layout::{Layout, Limits, Part, Place, SiteShape, Window};
 pub use pack::SlotImage;
 pub use rows::{Capacity, Plan};
+pub use slots::{Claim, Phase, Slot, Slots};
 pub use spec::{PoolSpec, SiteSpec};
 pub use tables::{Cell, SiteTables, Tables};
 
