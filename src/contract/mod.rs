@@ -269,7 +269,12 @@ impl Kernel {
         let sites = &params.site[..(params.sites as usize).min(MAX_SITES)];
         let rows = u64::from(params.rows);
         let strided = |stride: u32, offset: u64, width: u32, size: u64| {
-            if rows == 0 { 0 } else { ((rows - 1) * u64::from(stride) + offset + u64::from(width)) * size }
+            // At most 2^64 - 1 elements, since each number is below 2^32; their bytes may be more.
+            if rows == 0 {
+                0
+            } else {
+                ((rows - 1) * u64::from(stride) + offset + u64::from(width)).saturating_mul(size)
+            }
         };
         let batch_rows = (u64::from(params.row_first) + rows) * size_of::<RowRef>() as u64;
         let batch_tiles = u64::from(params.tiles_at) * 4 + u64::from(params.tiles) * size_of::<Tile>() as u64;
@@ -359,8 +364,33 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
             format!("within {} slots", params.slots),
         ));
     }
+    for site in &params.site[..sites] {
+        let (what, stride, row) = if kernel.is_expand() {
+            ("y", site.y_stride, site.out_features)
+        } else {
+            ("z", params.z_stride, params.max_rank)
+        };
+        if params.rows > 1 && stride < row {
+            return Err(Error::shape(
+                format!("rows of {what} of {}", kernel.name()),
+                format!("{row} elements, {stride} apart"),
+                "rows that don't overlap",
+            ));
+        }
+    }
     let extents = kernel.extents(spec, params);
-    for ((operand, region), extent) in list.iter().zip(operands).zip(&extents) {
+    for (i, ((operand, region), extent)) in list.iter().zip(operands).zip(&extents).enumerate() {
+        let align = match (i, kernel.is_expand()) {
+            (3, false) | (4.., true) => spec.act.size(),
+            _ => 4,
+        };
+        if !region.ptr().0.is_multiple_of(align) {
+            return Err(Error::shape(
+                format!("operand {} of {}", operand.name, kernel.name()),
+                format!("address {:?}", region.ptr()),
+                format!("a multiple of {align} bytes"),
+            ));
+        }
         if region.len() < *extent {
             return Err(Error::shape(
                 format!("operand {} of {}", operand.name, kernel.name()),
@@ -399,6 +429,17 @@ mod tests {
         assert_eq!(size_of::<Params>() % 16, 0);
         assert_eq!(std::mem::offset_of!(Params, site) % 16, 0);
         assert_eq!(size_of::<Tile>(), 16);
+    }
+
+    #[test]
+    fn extents_beyond_64_bits_are_refused_not_wrapped() {
+        let mut params =
+            Params { rows: u32::MAX, x_stride: u32::MAX, in_features: u32::MAX, sites: 1, ..Params::default() };
+        params.site[0].out_features = u32::MAX;
+        params.site[0].y_stride = u32::MAX;
+        let spec = Spec { act: DType::F32, weight: DType::F32 };
+        assert_eq!(Kernel::BgmvShrink.extents(spec, &params)[3], u64::MAX);
+        assert_eq!(Kernel::BgmvExpand.extents(spec, &params)[4], u64::MAX);
     }
 
     #[test]
