@@ -25,13 +25,6 @@ impl Console {
         print(anstream::stdout(), &text);
     }
 
-    /// Prints a remark for people; none in JSON mode, where the document has it.
-    pub fn remark(&self, text: &str) {
-        if !self.json {
-            print(anstream::stderr(), text);
-        }
-    }
-
     /// Prints an error.
     pub fn failure(&self, failure: &Failure) {
         let (code, message) = (failure.code(), failure.message());
@@ -51,10 +44,11 @@ fn json(document: &impl Serialize) -> String {
 
 /// Writes a text and a line end. A reader that has gone away is no error: nobody is left to tell.
 fn print(mut stream: impl Write, text: &str) {
-    if let Err(error) = writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush()) {
-        if error.kind() != ErrorKind::BrokenPipe {
-            tracing::error!(%error, "writing the output");
-        }
+    let printed = writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush());
+    if let Err(error) = printed
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        tracing::error!(%error, "writing the output");
     }
 }
 
@@ -112,6 +106,19 @@ pub fn bytes(count: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
+/// A count for people: `1,234,567`.
+pub fn grouped(count: u64) -> String {
+    let digits = count.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,5 +127,10 @@ mod tests {
     fn bytes_are_rounded_to_the_unit_that_people_expect() {
         let texts = [0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 20, u64::MAX].map(bytes);
         assert_eq!(texts, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "16384.0 PiB"]);
+    }
+
+    #[test]
+    fn counts_are_grouped_by_thousands() {
+        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
     }
 }

@@ -2,9 +2,11 @@
 //! `args`, `console`, `failure` and `progress`.
 
 mod args;
+mod conform;
 mod console;
 mod devices;
 mod failure;
+mod progress;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -49,6 +51,8 @@ struct Cli {
 enum Command {
     /// List every backend and device: driver and limits, or why there is none
     Devices(devices::Devices),
+    /// Run the conformance suite on a device
+    Conform(conform::Conform),
 }
 
 /// Parses the arguments, runs the command, prints its error.
@@ -60,6 +64,7 @@ pub fn main() -> ExitCode {
     let console = Console::new(cli.json);
     let done = log().and_then(|()| match cli.command {
         Command::Devices(command) => command.run(&console),
+        Command::Conform(command) => command.run(&console),
     });
     let status = done.unwrap_or_else(|failure| {
         console.failure(&failure);
