@@ -1,9 +1,23 @@
 //! From an adapter's files to host weights, with nothing ignored: no GPU here, no unsafe.
 
+mod base;
+mod config;
+mod family;
+mod file;
+mod header;
+mod json;
+mod keys;
+mod load;
+mod pattern;
 mod reject;
+mod resolve;
 mod site;
 mod weights;
 
+pub use base::{BaseModel, Linear};
+pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
+pub use load::load;
+pub use pattern::PatternError;
 pub use reject::{Code, Reject};
 pub use site::{LoraModule, SiteId};
-pub use weights::{Adapter, HostMatrix, HostPair, Notice};
+pub use weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};

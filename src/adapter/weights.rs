@@ -1,12 +1,18 @@
 //! An adapter in host memory, checked and complete.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
-use super::SiteId;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+use super::{PeftAdapterConfig, SiteId};
 use crate::dtype::DType;
 
 /// A matrix in host memory: row-major, no padding.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostMatrix {
     /// Element type of the file, F64 narrowed to F32.
     pub dtype: DType,
@@ -19,7 +25,7 @@ pub struct HostMatrix {
 }
 
 impl HostMatrix {
-    /// The elements as `dtype`, each rounded once, little-endian; borrowed where nothing changes.
+    /// The elements as `dtype`, each rounded once to nearest, ties to even, little-endian; borrowed where nothing changes.
     ///
     /// # Errors
     /// The index and value of the first finite element that `dtype` can't hold.
@@ -27,19 +33,59 @@ impl HostMatrix {
         if dtype == self.dtype {
             return Ok(Cow::Borrowed(&self.bytes));
         }
-        let values = self.dtype.decode(&self.bytes);
-        let overflow = |v: &f32| v.is_finite() && !dtype.round(*v).is_finite();
-        if let Some(index) = values.iter().position(overflow) {
-            return Err((index, values[index]));
+        let from = self.dtype.size() as usize;
+        let mut out = Vec::with_capacity(self.bytes.len() / from * dtype.size() as usize);
+        let (mut wide, mut narrow) = ([0f32; CHUNK], [0u16; CHUNK]);
+        for (chunk, bytes) in self.bytes.chunks(CHUNK * from).enumerate() {
+            let wide = &mut wide[..bytes.len() / from];
+            let narrow = &mut narrow[..bytes.len() / from];
+            widen(self.dtype, bytes, wide);
+            let infinity = match dtype {
+                DType::F32 => {
+                    wide.iter().for_each(|v| out.extend_from_slice(&v.to_le_bytes()));
+                    continue;
+                }
+                DType::F16 => {
+                    bytemuck::cast_slice_mut::<u16, f16>(narrow).convert_from_f32_slice(wide);
+                    0x7c00
+                }
+                DType::Bf16 => {
+                    bytemuck::cast_slice_mut::<u16, bf16>(narrow).convert_from_f32_slice(wide);
+                    0x7f80
+                }
+            };
+            if let Some(i) = (0..wide.len()).find(|i| narrow[*i] & 0x7fff == infinity && wide[*i].is_finite()) {
+                return Err((chunk * CHUNK + i, wide[i]));
+            }
+            narrow.iter().for_each(|v| out.extend_from_slice(&v.to_le_bytes()));
         }
-        let mut bytes = Vec::new();
-        dtype.encode(&values, &mut bytes);
-        Ok(Cow::Owned(bytes))
+        Ok(Cow::Owned(out))
+    }
+
+    /// The elements; exact.
+    pub fn values(&self) -> Vec<f32> {
+        self.dtype.decode(&self.bytes)
+    }
+}
+
+/// Elements converted at once.
+const CHUNK: usize = 1024;
+
+/// Decodes `bytes`, a whole number of elements, into as many floats.
+fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    match dtype {
+        DType::F32 => out.iter_mut().zip(bytes.as_chunks::<4>().0).for_each(|(o, b)| *o = f32::from_le_bytes(*b)),
+        DType::F16 => {
+            out.iter_mut().zip(bytes.as_chunks::<2>().0).for_each(|(o, b)| *o = f16::from_le_bytes(*b).to_f32())
+        }
+        DType::Bf16 => {
+            out.iter_mut().zip(bytes.as_chunks::<2>().0).for_each(|(o, b)| *o = bf16::from_le_bytes(*b).to_f32())
+        }
     }
 }
 
 /// A site's pair: `delta = scale * B * A * x`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct HostPair {
     /// Where it applies.
     pub site: SiteId,
@@ -77,15 +123,119 @@ pub struct Notice {
     pub message: String,
 }
 
+/// A tensor that is handed to the host as it is, such as a classifier's weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostTensor {
+    /// The base's parameter that it replaces: `classifier.weight`.
+    pub name: String,
+    /// Element type of the file, F64 narrowed to F32.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Elements, little-endian, row-major.
+    pub bytes: Vec<u8>,
+}
+
+/// What became of a tensor of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fate {
+    /// It is part of a pair.
+    Applied,
+    /// It is the host's to apply: see [`Adapter::unapplied`].
+    ForHost,
+    /// A copy of the base's own weight, equal to it; nothing to apply.
+    BaseCopy,
+}
+
+/// A tensor of the file and what became of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TensorFate {
+    /// Its key in the file.
+    pub name: String,
+    /// Its type in the file, by safetensors' name.
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// What became of it.
+    pub fate: Fate,
+    /// The base's module path that it belongs to.
+    pub site: Arc<str>,
+}
+
 /// An adapter that passed every check.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// SHA-256 over config and weights: same digest, same answers.
+    /// Content identity: SHA-256 over what decides the adapter's answers (site paths, scales, shapes, element types
+    /// and bytes of every pair and of every unapplied tensor), in the order of paths. Same digest, same answers, under
+    /// whatever name, key prefix or config spelling they were saved.
     pub digest: [u8; 32],
     /// The adapter's own scale: that of every module which no pattern changes.
     pub scale: f32,
-    /// Its pairs, by site.
+    /// Its pairs, in natural order of their paths.
     pub pairs: Vec<HostPair>,
     /// What was accepted with a remark.
     pub notices: Vec<Notice>,
+    /// What the config says.
+    pub config: PeftAdapterConfig,
+    /// Tensors that the host must apply itself, such as a classifier head; a notice names them.
+    pub unapplied: Vec<HostTensor>,
+    /// Every tensor of the file, in the order of the file.
+    pub tensors: Vec<TensorFate>,
+}
+
+impl Adapter {
+    /// An adapter of these pairs, as if loaded from files without remarks; its own scale is the first pair's.
+    pub fn from_pairs(pairs: Vec<HostPair>) -> Self {
+        let scale = pairs.first().map_or(0.0, |pair| pair.scale);
+        Self::new(PeftAdapterConfig::default(), scale, pairs, Vec::new())
+    }
+
+    pub(super) fn new(
+        config: PeftAdapterConfig,
+        scale: f32,
+        mut pairs: Vec<HostPair>,
+        unapplied: Vec<HostTensor>,
+    ) -> Self {
+        pairs.sort_by(|a, b| super::site::natural(&a.site.path, &b.site.path));
+        let digest = digest(&pairs, &unapplied);
+        Self { digest, scale, pairs, notices: Vec::new(), config, unapplied, tensors: Vec::new() }
+    }
+
+    /// Tensors of the file that are part of a pair.
+    pub fn tensors_applied(&self) -> usize {
+        self.tensors.iter().filter(|t| t.fate == Fate::Applied).count()
+    }
+
+    /// Largest rank of its pairs; 0 without any.
+    pub fn max_rank(&self) -> usize {
+        self.pairs.iter().map(HostPair::rank).max().unwrap_or(0)
+    }
+}
+
+/// [`Adapter::digest`].
+fn digest(pairs: &[HostPair], unapplied: &[HostTensor]) -> [u8; 32] {
+    let mut sha = Sha256::new();
+    sha.update(b"lorapool adapter 1\0");
+    let mut sized = |bytes: &[u8]| {
+        sha.update((bytes.len() as u64).to_le_bytes());
+        sha.update(bytes);
+    };
+    for pair in pairs {
+        sized(pair.site.path.as_bytes());
+        sized(&pair.scale.to_bits().to_le_bytes());
+        for matrix in [&pair.a, &pair.b] {
+            sized(matrix.dtype.name().as_bytes());
+            sized(&[(matrix.rows as u64).to_le_bytes(), (matrix.cols as u64).to_le_bytes()].concat());
+            sized(&matrix.bytes);
+        }
+    }
+    sized(b"unapplied");
+    for tensor in unapplied {
+        sized(tensor.name.as_bytes());
+        sized(tensor.dtype.name().as_bytes());
+        sized(&tensor.shape.iter().flat_map(|dim| (*dim as u64).to_le_bytes()).collect::<Vec<_>>());
+        sized(&tensor.bytes);
+    }
+    sha.finalize().into()
 }

@@ -1,0 +1,328 @@
+//! The base model as the loader needs it: which linears it has, under which paths, how wide. Shapes come from
+//! headers; no weight is read but where an adapter holds a copy of one.
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use safetensors::Dtype;
+
+use super::family;
+use super::file;
+use super::header::{Header, TensorInfo};
+use super::json::{Json, Limits, excerpt};
+use super::reject::{Code, Loaded, Reject};
+use super::site::{SiteId, natural};
+use super::weights::Adapter;
+use crate::error::Result;
+
+/// config.json.
+const CONFIG_LIMITS: Limits = Limits { bytes: 8 << 20, values: 1 << 18 };
+/// model.safetensors.index.json names every tensor of a model.
+const INDEX_LIMITS: Limits = Limits { bytes: 256 << 20, values: 1 << 23 };
+
+/// A linear of the base: a site that an adapter may adapt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Linear {
+    /// Where it is.
+    pub site: SiteId,
+    /// Width of its input.
+    pub in_features: usize,
+    /// Width of its output.
+    pub out_features: usize,
+}
+
+/// What else may lie at a path that an adapter names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Other {
+    /// `[rows][width]`, gathered by token.
+    Embedding(usize, usize),
+    /// Three or more dimensions: a convolution.
+    Conv,
+    /// One dimension: a norm.
+    Vector,
+}
+
+/// A base model's modules.
+#[derive(Clone, Debug, Default)]
+pub struct BaseModel {
+    /// Where it was read from, for messages.
+    source: String,
+    linears: Vec<Linear>,
+    by_path: HashMap<Arc<str>, usize>,
+    others: HashMap<String, Other>,
+    /// Parameters as the files name them, with the file that holds each.
+    weights: HashMap<String, (Arc<Path>, TensorInfo)>,
+}
+
+impl BaseModel {
+    /// Reads a base from a directory with `config.json`, safetensors (one file, or shards and their index), or both.
+    /// Where both say something about a linear, the safetensors count.
+    ///
+    /// # Errors
+    /// [`Code::NotFound`], [`Code::BaseFile`] and the codes of damaged files; [`Code::BaseFamily`] where there are no
+    /// weights and the shapes of this `model_type` can't be derived from its config.
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        Ok(Self::read(dir.as_ref())?)
+    }
+
+    /// The base that these adapters were made for, as far as they show it: the union of their sites.
+    ///
+    /// # Errors
+    /// [`Code::BaseConflict`] where two of them give one site different widths.
+    pub fn infer<'a>(adapters: impl IntoIterator<Item = &'a Adapter>) -> Result<Self> {
+        let mut shapes: HashMap<&str, (usize, usize)> = HashMap::new();
+        for pair in adapters.into_iter().flat_map(|adapter| &adapter.pairs) {
+            let shape = (pair.in_features(), pair.out_features());
+            let known = *shapes.entry(&pair.site.path).or_insert(shape);
+            if known != shape {
+                let message = format!(
+                    "{}: one adapter has {} inputs and {} outputs, another {} and {}; they are for different bases",
+                    pair.site.path, known.0, known.1, shape.0, shape.1
+                );
+                return Err(Reject::new(Code::BaseConflict, message).into());
+            }
+        }
+        let shapes = shapes.into_iter().map(|(path, (inputs, outputs))| (path.to_owned(), inputs, outputs)).collect();
+        Ok(Self::of_linears("the adapters themselves".to_owned(), shapes))
+    }
+
+    fn of_linears(source: String, mut shapes: Vec<(String, usize, usize)>) -> Self {
+        shapes.sort_by(|a, b| natural(&a.0, &b.0));
+        let sites = SiteId::of_paths(shapes.iter().map(|(path, ..)| path.as_str()));
+        let linears: Vec<_> = sites
+            .into_iter()
+            .zip(&shapes)
+            .map(|(site, (_, in_features, out_features))| Linear {
+                site,
+                in_features: *in_features,
+                out_features: *out_features,
+            })
+            .collect();
+        let by_path = linears.iter().enumerate().map(|(index, l)| (l.site.path.clone(), index)).collect();
+        Self { source, linears, by_path, ..Self::default() }
+    }
+
+    /// Its linears, in natural order of their paths.
+    pub fn linears(&self) -> &[Linear] {
+        &self.linears
+    }
+
+    /// The linear at a module path.
+    pub fn linear(&self, path: &str) -> Option<&Linear> {
+        self.by_path.get(path).map(|index| &self.linears[*index])
+    }
+
+    /// Where it was read from, for messages.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    pub(super) fn other(&self, path: &str) -> Option<Other> {
+        self.others.get(path).copied()
+    }
+
+    /// A parameter's declaration and the file that holds it.
+    pub(super) fn weight(&self, name: &str) -> Option<&(Arc<Path>, TensorInfo)> {
+        self.weights.get(name)
+    }
+
+    fn read(dir: &Path) -> Loaded<Self> {
+        let source = dir.display().to_string();
+        let meta = std::fs::metadata(dir).map_err(|e| file::unreadable(dir, &e))?;
+        if !meta.is_dir() {
+            let message = format!("{source}: found a file, expected the directory of a base model");
+            return Err(Reject::new(Code::NotADirectory, message));
+        }
+        let config_path = dir.join("config.json");
+        let config = match config_path.exists() {
+            true => {
+                let (text, _) = file::read_text(&config_path, CONFIG_LIMITS)?;
+                Some(Json::parse(&config_path.display().to_string(), &text, CONFIG_LIMITS)?)
+            }
+            false => None,
+        };
+        let mut weights = HashMap::new();
+        for path in weight_files(dir)? {
+            let header = Header::read(&path)?;
+            let path: Arc<Path> = path.into();
+            for tensor in header.tensors {
+                if let Some((_, again)) = weights.insert(tensor.name.to_string(), (path.clone(), tensor)) {
+                    let message = format!("{source}: tensor {:?} is in two files", excerpt(&again.name));
+                    return Err(Reject::new(Code::BaseFile, message));
+                }
+            }
+        }
+        let derived = config.as_ref().map(|config| family::linears(&config_path, config));
+        let mut shapes: HashMap<String, (usize, usize)> = HashMap::new();
+        let mut others = HashMap::new();
+        match (weights.is_empty(), derived) {
+            (true, None) => {
+                let message = format!("{source}: found neither config.json nor safetensors, expected a base model");
+                return Err(Reject::new(Code::BaseFile, message));
+            }
+            (true, Some(derived)) => {
+                let derived = derived?;
+                shapes.extend(derived.linears);
+                others.extend(derived.embeddings.into_iter().map(|(path, (n, d))| (path, Other::Embedding(n, d))));
+            }
+            (false, derived) => {
+                let conv1d = stored_in_out(config.as_ref(), &weights);
+                let mut packed = HashSet::new();
+                for (name, (_, tensor)) in &weights {
+                    if let Some((path, found)) = quantised(name, tensor, &weights) {
+                        match found {
+                            Some(shape) => drop(shapes.insert(path.to_owned(), shape)),
+                            None => drop(packed.insert(path.to_owned())),
+                        }
+                        continue;
+                    }
+                    let Some(path) = name.strip_suffix(".weight") else { continue };
+                    match *tensor.shape {
+                        [rows, cols] if is_embedding(path) => {
+                            drop(others.insert(path.to_owned(), Other::Embedding(rows, cols)))
+                        }
+                        [rows, cols] if conv1d && is_conv1d(path) => drop(shapes.insert(path.to_owned(), (rows, cols))),
+                        [rows, cols] => drop(shapes.insert(path.to_owned(), (cols, rows))),
+                        [_] => drop(others.insert(path.to_owned(), Other::Vector)),
+                        _ => drop(others.insert(path.to_owned(), Other::Conv)),
+                    }
+                }
+                // Widths of packed weights are not in their shapes; those of the config stand in.
+                if let Some(Ok(derived)) = derived {
+                    let unpacked = derived.linears.into_iter().filter(|(path, _)| packed.contains(path));
+                    shapes.extend(unpacked);
+                }
+                if let Some((path, shape)) = tied_head(config.as_ref(), &shapes, &others) {
+                    shapes.insert(path, shape);
+                }
+            }
+        }
+        let shapes = shapes.into_iter().map(|(path, (inputs, outputs))| (path, inputs, outputs)).collect();
+        let base = Self { others, weights, ..Self::of_linears(source, shapes) };
+        if base.linears.is_empty() {
+            let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
+            return Err(Reject::new(Code::BaseFile, message));
+        }
+        Ok(base)
+    }
+}
+
+/// The safetensors of a model: one file, or those that its index names, or all there are.
+fn weight_files(dir: &Path) -> Loaded<Vec<PathBuf>> {
+    let single = dir.join("model.safetensors");
+    if single.exists() {
+        return Ok(vec![single]);
+    }
+    let index = dir.join("model.safetensors.index.json");
+    if index.exists() {
+        let name = index.display().to_string();
+        let (text, _) = file::read_text(&index, INDEX_LIMITS)?;
+        let json = Json::parse(&name, &text, INDEX_LIMITS)?;
+        let Some(Json::Object(map)) = json.get("weight_map") else {
+            return Err(Reject::new(Code::BaseFile, format!("{name}: expected an object weight_map")));
+        };
+        let mut shards = Vec::new();
+        for (tensor, shard) in map {
+            // A file beside the index and nowhere else.
+            let plain = |s: &&str| !s.contains(['/', '\\', '\0']) && s.ends_with(".safetensors");
+            let Some(shard) = shard.as_str().filter(plain) else {
+                let message = format!(
+                    "{name}: tensor {:?} is in {shard}, expected the name of a safetensors file",
+                    excerpt(tensor)
+                );
+                return Err(Reject::new(Code::BaseFile, message));
+            };
+            shards.push(dir.join(shard));
+        }
+        shards.sort();
+        shards.dedup();
+        if let Some(missing) = shards.iter().find(|path| !path.exists()) {
+            let message = format!("{name}: names {}, which is not there", missing.display());
+            return Err(Reject::new(Code::BaseFile, message));
+        }
+        return Ok(shards);
+    }
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(|e| file::unreadable(dir, &e))? {
+        let path = entry.map_err(|e| file::unreadable(dir, &e))?.path();
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        if name.ends_with(".safetensors") && !name.starts_with("adapter_") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Whether a two-dimensional weight is gathered by token or position and not multiplied.
+fn is_embedding(path: &str) -> bool {
+    let leaf = path.rsplit('.').next().unwrap_or(path);
+    (leaf.contains("embed") && leaf != "embed_out" && !leaf.ends_with("_proj"))
+        || matches!(leaf, "wte" | "wpe" | "shared" | "relative_attention_bias" | "emb")
+}
+
+/// The linears of GPT-2 and its kin that transformers keeps as `Conv1D`.
+fn is_conv1d(path: &str) -> bool {
+    matches!(path.rsplit('.').next(), Some("c_attn" | "c_proj" | "c_fc" | "q_attn"))
+}
+
+/// Whether those linears store their weight `[in][out]`. GPT-BigCode and Nemotron use the same names for plain linears.
+fn stored_in_out(config: Option<&Json>, weights: &HashMap<String, (Arc<Path>, TensorInfo)>) -> bool {
+    match config.and_then(|c| c.get("model_type")).and_then(Json::as_str) {
+        Some(model_type) => matches!(model_type, "gpt2" | "openai-gpt" | "imagegpt" | "decision_transformer" | "clvp"),
+        // Without a config: q, k and v lie side by side in the output.
+        None => weights.iter().any(|(name, (_, tensor))| {
+            name.ends_with(".c_attn.weight") && matches!(*tensor.shape, [rows, cols] if cols == 3 * rows)
+        }),
+    }
+}
+
+/// A linear whose weight is packed: its path, and its widths where they can be told.
+fn quantised<'a>(
+    name: &'a str,
+    tensor: &TensorInfo,
+    weights: &HashMap<String, (Arc<Path>, TensorInfo)>,
+) -> Option<(&'a str, Option<(usize, usize)>)> {
+    if let Some(path) = name.strip_suffix(".qweight") {
+        // GPTQ packs 32/bits inputs into a word, AWQ as many outputs: the scales [groups][out] tell them apart.
+        let scales = weights.get(&format!("{path}.scales")).map(|(_, scales)| &*scales.shape);
+        return Some((
+            path,
+            match (&*tensor.shape, scales) {
+                ([rows, packed], Some([_, out])) if packed != out && out % packed == 0 => Some((*rows, *out)),
+                ([_, cols], Some([_, out])) if cols == out => {
+                    let inputs = weights.get(&format!("{path}.g_idx")).and_then(|(_, g)| g.shape.first().copied());
+                    inputs.map(|inputs| (inputs, *out))
+                }
+                _ => None,
+            },
+        ));
+    }
+    if let Some(path) = name.strip_suffix(".weight_packed") {
+        return Some((path, None));
+    }
+    let path = name.strip_suffix(".weight")?;
+    let packed = tensor.dtype == Dtype::U8 && weights.contains_key(&format!("{name}.absmax"));
+    packed.then_some((path, None))
+}
+
+/// The output head of a model that ties it to the input embedding and so does not store it.
+fn tied_head(
+    config: Option<&Json>,
+    shapes: &HashMap<String, (usize, usize)>,
+    others: &HashMap<String, Other>,
+) -> Option<(String, (usize, usize))> {
+    let tied = config?.get("tie_word_embeddings").and_then(Json::as_bool).unwrap_or(false);
+    let head = |path: &str| matches!(path.rsplit('.').next(), Some("lm_head" | "embed_out" | "decoder"));
+    if !tied || shapes.keys().any(|path| head(path)) {
+        return None;
+    }
+    let input =
+        |path: &&String| matches!(path.rsplit('.').next(), Some("embed_tokens" | "wte" | "embed_in" | "shared"));
+    let embedding = others.iter().filter(|(path, _)| input(path)).min_by_key(|(path, _)| path.len())?;
+    match embedding.1 {
+        Other::Embedding(vocabulary, width) => Some(("lm_head".to_owned(), (*width, *vocabulary))),
+        _ => None,
+    }
+}

@@ -1,0 +1,180 @@
+//! From the module paths of tensor keys to the base's own.
+//!
+//! Wrappers rename modules: a vision-language model puts `language_model.` before a text model's layers, an adapter trained on
+//! an adapter has its prefix twice, a converted one has none. Guessing wrong means an adapter that loads and does
+//! nothing, so a path is only mapped when every one of the file's lands on exactly one linear of the base.
+
+use std::collections::HashMap;
+
+use super::base::{BaseModel, Other};
+use super::json::excerpt;
+use super::keys::{Key, PREFIX};
+use super::reject::{Code, Loaded, Reject};
+use super::weights::Notice;
+
+/// Leading parts of a path that only say how a model is wrapped.
+const WRAPPERS: &[&str] = &[
+    "base_model",
+    "model",
+    "language_model",
+    "text_model",
+    "transformer",
+    "backbone",
+    "gpt_neox",
+    "llm",
+    "thinker",
+    "bert",
+    "roberta",
+    "distilbert",
+    "module",
+    "_orig_mod",
+];
+
+/// Linears that hold several of a usual layer's in one, and the ones that they hold.
+const FUSED: &[(&[&str], &[&str])] = &[
+    (
+        &["qkv_proj", "query_key_value", "c_attn", "W_pack", "Wqkv", "qkv", "in_proj"],
+        &["q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin"],
+    ),
+    (&["gate_up_proj", "gate_and_up_proj", "w13"], &["gate_proj", "up_proj", "w1", "w3"]),
+];
+
+/// A key that needs a place in the base.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted<'a> {
+    /// The key as the file has it.
+    pub name: &'a str,
+    /// The key taken apart.
+    pub key: Key<'a>,
+}
+
+/// The base's path for each module path of the keys.
+pub(super) fn resolve<'a>(
+    file: &str,
+    wanted: &[Wanted<'a>],
+    base: Option<&BaseModel>,
+    notices: &mut Vec<Notice>,
+) -> Loaded<HashMap<&'a str, String>> {
+    let odd = wanted.iter().find(|w| !w.key.prefixed || w.key.module.starts_with("base_model."));
+    let Some(base) = base else {
+        if let Some(odd) = odd {
+            let message = format!(
+                "{file}: tensor {:?} does not start with {PREFIX:?} and a path of the base; give the base so that \
+                 its place can be found",
+                excerpt(odd.name)
+            );
+            return Err(Reject::new(Code::Prefix, message));
+        }
+        return Ok(wanted.iter().map(|w| (w.key.module, w.key.module.to_owned())).collect());
+    };
+    let as_written = wanted.iter().all(|w| base.linear(w.key.module).is_some());
+    let mut paths: HashMap<&str, String> = HashMap::new();
+    if as_written {
+        paths.extend(wanted.iter().map(|w| (w.key.module, w.key.module.to_owned())));
+    } else {
+        let mut by_tail: HashMap<&str, Vec<&str>> = HashMap::new();
+        for linear in base.linears() {
+            by_tail.entry(unwrapped(&linear.site.path)).or_default().push(&linear.site.path);
+        }
+        let mut taken: HashMap<&str, &str> = HashMap::new();
+        for w in wanted {
+            let found = by_tail.get(unwrapped(w.key.module)).map_or(&[][..], Vec::as_slice);
+            let path = match found {
+                [path] => *path,
+                [] => return Err(missing(file, w, base, &by_tail)),
+                [first, second, ..] => {
+                    let message = format!(
+                        "{file}: tensor {:?} could be for {first} or {second} of {}, expected one place",
+                        excerpt(w.name),
+                        base.source()
+                    );
+                    return Err(Reject::new(Code::Prefix, message));
+                }
+            };
+            if let Some(other) = taken.insert(path, w.key.module)
+                && other != w.key.module
+            {
+                let message = format!(
+                    "{file}: modules {:?} and {:?} both land on {path} of {}, expected one",
+                    excerpt(other),
+                    excerpt(w.key.module),
+                    base.source()
+                );
+                return Err(Reject::new(Code::Prefix, message));
+            }
+            paths.insert(w.key.module, path.to_owned());
+        }
+    }
+    let changed = wanted.iter().find(|w| !w.key.prefixed || paths[w.key.module] != w.key.module);
+    if let Some(w) = changed {
+        let message = format!(
+            "{file}: keys are not PEFT's for this base: {:?} was taken for {}; all {} modules of the file have exactly \
+             one place in {}",
+            excerpt(w.name),
+            paths[w.key.module],
+            paths.len(),
+            base.source()
+        );
+        notices.push(Notice { code: "N_PREFIX", message });
+    }
+    Ok(paths)
+}
+
+/// A path without the parts that say how the model is wrapped.
+fn unwrapped(path: &str) -> &str {
+    let mut rest = path;
+    while let Some((first, after)) = rest.split_once('.') {
+        if !WRAPPERS.contains(&first) {
+            break;
+        }
+        rest = after;
+    }
+    rest
+}
+
+/// Says why a module has no place in the base.
+fn missing(file: &str, wanted: &Wanted<'_>, base: &BaseModel, by_tail: &HashMap<&str, Vec<&str>>) -> Box<Reject> {
+    let module = wanted.key.module;
+    let at = format!("{file}: tensor {:?}", excerpt(wanted.name));
+    let tail = unwrapped(module);
+    let (parent, leaf) = tail.rsplit_once('.').unwrap_or(("", tail));
+    let beside = |name: &str| {
+        let path = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
+        by_tail.get(path.as_str()).and_then(|paths| paths.first().copied())
+    };
+    for (fused, split) in FUSED {
+        let other = match (fused.contains(&leaf), split.contains(&leaf)) {
+            (true, _) => split,
+            (_, true) => fused,
+            _ => continue,
+        };
+        if let Some(found) = other.iter().find_map(|name| beside(name)) {
+            let message = format!("{at} is for {module}, but {} has {found} in its place", base.source());
+            return Reject::new(Code::FusedMismatch, message);
+        }
+    }
+    match base.other(module) {
+        Some(Other::Embedding(..)) => Reject::new(
+            Code::EmbeddingLora,
+            format!("{at} is for {module}, which is an embedding in {}", base.source()),
+        ),
+        Some(Other::Conv) => {
+            Reject::new(Code::ConvLora, format!("{at} is for {module}, which is a convolution in {}", base.source()))
+        }
+        Some(Other::Vector) => Reject::new(
+            Code::NotInBase,
+            format!("{at} is for {module}, whose weight in {} has one dimension, expected a linear", base.source()),
+        ),
+        None => {
+            let layers = base.linears().iter().map(|l| l.site.layer + 1).max().unwrap_or(0);
+            Reject::new(
+                Code::NotInBase,
+                format!(
+                    "{at}: no linear {module} in {}, which has {} linears in {layers} layers",
+                    base.source(),
+                    base.linears().len()
+                ),
+            )
+        }
+    }
+}
