@@ -1,5 +1,6 @@
 //! From an adapter's files to host weights, with nothing ignored: no GPU here, no unsafe.
 
+mod audit;
 mod base;
 mod config;
 mod family;
@@ -14,6 +15,7 @@ mod resolve;
 mod site;
 mod weights;
 
+pub use audit::{Audit, AuditSite, TensorCounts, Verdict, audit};
 pub use base::{BaseModel, Linear};
 pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
 pub use load::load;

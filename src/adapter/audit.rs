@@ -1,0 +1,190 @@
+//! What an adapter is and what loading it would do, site by site, without a device.
+
+use std::path::Path;
+
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::base::BaseModel;
+use super::config::PeftAdapterConfig;
+use super::load::Loader;
+use super::reject::Code;
+use super::site::SiteId;
+use super::weights::{Adapter, HostPair, Notice, TensorFate};
+
+/// Whether an adapter would be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// Every tensor has its place.
+    Accept,
+    /// [`Audit::code`] and [`Audit::message`] say why not.
+    Reject,
+}
+
+/// Tensors of the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TensorCounts {
+    /// That are part of a pair.
+    pub applied: usize,
+    /// In all; 0 where the file could not be read.
+    pub total: usize,
+}
+
+/// A site that the adapter would change.
+#[derive(Clone, Debug, Serialize)]
+pub struct AuditSite {
+    /// Where.
+    #[serde(flatten)]
+    pub site: SiteId,
+    /// Its true rank.
+    pub rank: usize,
+    /// Its scale.
+    pub scale: f32,
+    /// Width of the input.
+    #[serde(rename = "in")]
+    pub in_features: usize,
+    /// Width of the output.
+    #[serde(rename = "out")]
+    pub out_features: usize,
+    /// Bytes of A and B in the file's element types.
+    pub bytes: u64,
+    /// Frobenius norm of scale * B * A: how much the adapter changes here.
+    pub norm: f64,
+}
+
+/// The findings. Serialises to the JSON of `lorapool audit --json`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Audit {
+    /// Accept or reject.
+    pub verdict: Verdict,
+    /// Kind of fault of a rejected adapter.
+    pub code: Option<Code>,
+    /// Where and what, of a rejected adapter.
+    pub message: Option<String>,
+    /// What was accepted, or seen before the fault, with a remark.
+    pub notices: Vec<Notice>,
+    /// How many tensors would be applied.
+    pub tensors: TensorCounts,
+    /// Every tensor and what would become of it; empty for a rejected adapter.
+    pub fates: Vec<TensorFate>,
+    /// The sites, in natural order of their paths; empty for a rejected adapter.
+    pub sites: Vec<AuditSite>,
+    /// Bytes of all pairs at their true ranks in the file's element types, each matrix rounded up to 16 bytes: the
+    /// least that a slot can take. A pool pads every slot to its own maximum rank.
+    pub slot_bytes: u64,
+    /// Content identity, in hexadecimal: see [`Adapter::digest`].
+    pub digest: Option<String>,
+    /// The config, as far as it could be read.
+    pub config: Option<PeftAdapterConfig>,
+}
+
+/// Judges the adapter in `dir` as [`load`](super::load) would, against `base` where one is given.
+pub fn audit(dir: impl AsRef<Path>, base: Option<&BaseModel>) -> Audit {
+    let mut loader = Loader::default();
+    match loader.load(dir.as_ref(), base) {
+        Ok(adapter) => Audit::of(&adapter),
+        Err(reject) => Audit {
+            verdict: Verdict::Reject,
+            code: Some(reject.code),
+            message: Some(reject.message),
+            notices: loader.notices,
+            tensors: TensorCounts { applied: 0, total: loader.total },
+            fates: Vec::new(),
+            sites: Vec::new(),
+            slot_bytes: 0,
+            digest: None,
+            config: loader.config,
+        },
+    }
+}
+
+impl Audit {
+    /// The findings on an adapter that was loaded.
+    pub fn of(adapter: &Adapter) -> Self {
+        Audit {
+            verdict: Verdict::Accept,
+            code: None,
+            message: None,
+            notices: adapter.notices.clone(),
+            tensors: TensorCounts { applied: adapter.tensors_applied(), total: adapter.tensors.len() },
+            fates: adapter.tensors.clone(),
+            sites: adapter.pairs.par_iter().map(AuditSite::of).collect(),
+            slot_bytes: adapter
+                .pairs
+                .iter()
+                .flat_map(|p| [&p.a, &p.b])
+                .map(|m| (m.bytes.len() as u64).next_multiple_of(16))
+                .sum(),
+            digest: Some(adapter.digest.iter().map(|byte| format!("{byte:02x}")).collect()),
+            config: Some(adapter.config.clone()),
+        }
+    }
+}
+
+impl AuditSite {
+    fn of(pair: &HostPair) -> Self {
+        AuditSite {
+            site: pair.site.clone(),
+            rank: pair.rank(),
+            scale: pair.scale,
+            in_features: pair.in_features(),
+            out_features: pair.out_features(),
+            bytes: (pair.a.bytes.len() + pair.b.bytes.len()) as u64,
+            norm: norm(pair),
+        }
+    }
+}
+
+/// Frobenius norm of scale * B * A in f64, without the product: its square is scale^2 * sum((A A^T) o (B^T B)), two
+/// matrices of rank x rank.
+fn norm(pair: &HostPair) -> f64 {
+    let rank = pair.rank();
+    let (a, b) = (pair.a.values(), pair.b.values());
+    let mut of_b = vec![0f64; rank * rank];
+    for row in b.chunks_exact(rank.max(1)) {
+        for (i, left) in row.iter().enumerate() {
+            let left = f64::from(*left);
+            for (sum, right) in of_b[i * rank..i * rank + i + 1].iter_mut().zip(row) {
+                *sum += left * f64::from(*right);
+            }
+        }
+    }
+    let rows: Vec<_> = a.chunks_exact(pair.in_features().max(1)).collect();
+    let mut square = 0.0;
+    for (i, left) in rows.iter().enumerate() {
+        for (j, right) in rows[..=i].iter().enumerate() {
+            let dot: f64 = left.iter().zip(*right).map(|(l, r)| f64::from(*l) * f64::from(*r)).sum();
+            square += dot * of_b[i * rank + j] * if i == j { 1.0 } else { 2.0 };
+        }
+    }
+    f64::from(pair.scale).abs() * square.max(0.0).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::weights::HostMatrix;
+    use super::*;
+    use crate::dtype::DType;
+
+    #[test]
+    fn the_norm_is_that_of_the_product() {
+        let matrix = |rows: usize, cols: usize, seed: u32| {
+            let values: Vec<f32> =
+                (0..rows * cols).map(|i| ((i as u32 * 2654435761 + seed) >> 20) as f32 / 2048.0 - 1.0).collect();
+            let mut bytes = Vec::new();
+            DType::F32.encode(&values, &mut bytes);
+            (HostMatrix { dtype: DType::F32, rows, cols, bytes }, values)
+        };
+        let ((a, av), (b, bv)) = (matrix(5, 37, 1), matrix(11, 5, 7));
+        let pair = HostPair { site: SiteId::from_path("x"), a, b, scale: -1.5 };
+        let mut sum = 0.0;
+        for o in 0..11 {
+            for i in 0..37 {
+                let product: f64 = (0..5).map(|r| f64::from(bv[o * 5 + r]) * f64::from(av[r * 37 + i])).sum();
+                sum += (1.5 * product).powi(2);
+            }
+        }
+        assert!((norm(&pair) / sum.sqrt() - 1.0).abs() < 1e-12);
+    }
+}
