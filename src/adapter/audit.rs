@@ -170,8 +170,9 @@ mod tests {
     #[test]
     fn the_norm_is_that_of_the_product() {
         let matrix = |rows: usize, cols: usize, seed: u32| {
-            let values: Vec<f32> =
-                (0..rows * cols).map(|i| ((i as u32 * 2654435761 + seed) >> 20) as f32 / 2048.0 - 1.0).collect();
+            let values: Vec<f32> = (0..rows * cols)
+                .map(|i| ((i as u32).wrapping_mul(2654435761).wrapping_add(seed) >> 20) as f32 / 2048.0 - 1.0)
+                .collect();
             let mut bytes = Vec::new();
             DType::F32.encode(&values, &mut bytes);
             (HostMatrix { dtype: DType::F32, rows, cols, bytes }, values)
