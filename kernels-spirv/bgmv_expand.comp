@@ -11,23 +11,12 @@
 
 shared float z_row[MAX_RANK];
 
-// B[n][..] times z, in order of r.
-float dot_row(uvec2 b, uint rank) {
-    float sum = 0.0;
-    uint per = weights_per_quad();
-    for (uint first = 0u, quad = 0u; first < rank; first += per, quad++) {
-        uint count = min(rank - first, per);
-        uvec4 loaded = weight_quad(b, quad, count);
-        for (uint i = 0u; i < count; i += 2u) {
-            vec2 weights = WEIGHT == DTYPE_F32 ? uintBitsToFloat(i == 0u ? loaded.xy : loaded.zw)
-                                               : weight_halves(loaded[i >> 1]);
-            sum += weights.x * z_row[first + i];
-            if (i + 1u < count) {
-                sum += weights.y * z_row[first + i + 1u];
-            }
-        }
-    }
-    return sum;
+Eight z_eight(uint i) {
+    uint r = i * 8u;
+    return Eight(
+        vec4(z_row[r], z_row[r + 1u], z_row[r + 2u], z_row[r + 3u]),
+        vec4(z_row[r + 4u], z_row[r + 5u], z_row[r + 6u], z_row[r + 7u])
+    );
 }
 
 void main() {
@@ -60,10 +49,19 @@ void main() {
     }
     bool both = n + 1u < out_features;
     uint stride = at.envelope.params.b_stride;
-    float scale = adapter.scale * row_scale(at, batch_row);
-    vec2 delta = vec2(scale * dot_row(weight_row(adapter.matrix, n, stride), adapter.rank), 0.0);
-    if (both) {
-        delta.y = scale * dot_row(weight_row(adapter.matrix, n + 1u, stride), adapter.rank);
+    uvec2 b0 = weight_row(adapter.matrix, n, stride);
+    uvec2 b1 = weight_row(adapter.matrix, both ? n + 1u : n, stride);
+    vec2 sum = vec2(0.0);
+    uint eights = adapter.rank / 8u;
+    for (uint i = 0u; i < eights; i++) {
+        Eight z_part = z_eight(i);
+        sum.x = add_eight(sum.x, load_eight(WEIGHT, b0, i), z_part);
+        sum.y = add_eight(sum.y, load_eight(WEIGHT, b1, i), z_part);
     }
-    add_to_outputs(output_at(at, site, row, n), delta, both);
+    for (uint r = eights * 8u; r < adapter.rank; r++) {
+        sum.x += weight_at(b0, r) * z_row[r];
+        sum.y += weight_at(b1, r) * z_row[r];
+    }
+    float scale = adapter.scale * row_scale(at, batch_row);
+    add_to_outputs(output_at(at, site, row, n), scale * sum, both);
 }

@@ -2,8 +2,8 @@
 // z[row][r] = sum_k A[slot(row)][r][k] * x[row][k]
 //
 // Grid: x (folded into x and y) = rows * ceil(max_rank / BGMV_SHRINK_RANKS), z = sites.
-// A workgroup takes one row and BGMV_SHRINK_RANKS ranks, 32 lanes each; lane l sums the 16-byte pieces
-// l, l + 32, ... of its row of A in order, then the lanes are added pairwise. The order depends on
+// A workgroup takes one row and BGMV_SHRINK_RANKS ranks, 32 lanes each; lane l sums the pieces l, l + 32,
+// ... of eight terms of its row of A in order, then the lanes are added pairwise. The order depends on
 // in_features alone.
 // batch: RowRef[row_first + rows], tables: u32[], weights: bytes, x: ACT[rows][x_stride], z: f32[rows][z_stride]
 
@@ -37,21 +37,14 @@ void main() {
         uint in_features = at.envelope.params.in_features;
         uvec2 x = element_at(at.envelope.operand[3], row, at.envelope.params.x_stride, 0u, log2_size(ACT));
         uvec2 a = weight_row(adapter.matrix, r, at.envelope.params.a_stride);
-        uint per = weights_per_quad();
-        uint quads = div_ceil(in_features, per);
-        for (uint quad = lane; quad < quads; quad += LANES) {
-            uint k = quad * per;
-            uint count = min(in_features - k, per);
-            uvec4 loaded = weight_quad(a, quad, count);
-            for (uint i = 0u; i < count; i += 2u) {
-                bool both = i + 1u < count;
-                vec2 weights = WEIGHT == DTYPE_F32 ? uintBitsToFloat(i == 0u ? loaded.xy : loaded.zw)
-                                                   : weight_halves(loaded[i >> 1]);
-                vec2 inputs = act_pair(x, k + i, both);
-                sum += weights.x * inputs.x;
-                if (both) {
-                    sum += weights.y * inputs.y;
-                }
+        uint eights = in_features / 8u;
+        uint piece = lane;
+        for (; piece < eights; piece += LANES) {
+            sum = add_eight(sum, load_eight(WEIGHT, a, piece), act_eight(x, piece));
+        }
+        if (piece == eights) {
+            for (uint k = eights * 8u; k < in_features; k++) {
+                sum += weight_at(a, k) * act_at(x, k);
             }
         }
     }

@@ -132,38 +132,76 @@ vec2 act_pair(uvec2 base, uint k, bool both) {
     return vec2(decode(ACT, first >> 16), both ? decode(ACT, Words(aligned).word[(k >> 1) + 1u]) : 0.0);
 }
 
-// Weights that one 16-byte load brings.
-uint weights_per_quad() {
-    return WEIGHT == DTYPE_F32 ? 4u : 8u;
-}
-
-// 16 bytes of a row of weights, of which the elements below `count` (at least 1) are in use. The last ones
-// come word by word: what lies behind the row may be nobody's.
-uvec4 weight_quad(uvec2 row, uint quad, uint count) {
-    if (count >= weights_per_quad()) {
-        return Quads(row).quad[quad];
+// Element k of the activations at `base`.
+float act_at(uvec2 base, uint k) {
+    if (ACT == DTYPE_F32) {
+        return f32_at(base, k);
     }
-    uint words = WEIGHT == DTYPE_F32 ? count : (count + 1u) >> 1;
-    Words at = Words(row);
-    uvec4 loaded = uvec4(0u);
-    loaded.x = at.word[quad * 4u];
-    if (words > 1u) { loaded.y = at.word[quad * 4u + 1u]; }
-    if (words > 2u) { loaded.z = at.word[quad * 4u + 2u]; }
-    if (words > 3u) { loaded.w = at.word[quad * 4u + 3u]; }
-    return loaded;
+    uvec2 address = add64(base, uvec2(k << 1, k >> 31));
+    return decode(ACT, Words(uvec2(address.x & ~3u, address.y)).word[0] >> ((address.x & 2u) << 3));
 }
 
-// Elements 2i and 2i + 1 (2-byte types) of a loaded quad.
-vec2 weight_halves(uint word) {
-    return vec2(decode(WEIGHT, word), decode(WEIGHT, word >> 16));
-}
-
-// One weight of a row; for the tiled kernels, which load each once into shared memory.
-float weight_at(uvec2 row, uint index) {
+// Elements k and k + 1 of a row of weights; k is even; the second one is 0 where `both` is false.
+vec2 weight_pair(uvec2 row, uint k, bool both) {
     if (WEIGHT == DTYPE_F32) {
-        return f32_at(row, index);
+        return vec2(f32_at(row, k), both ? f32_at(row, k + 1u) : 0.0);
     }
-    return decode(WEIGHT, Words(row).word[index >> 1] >> ((index & 1u) * 16u));
+    uint word = Words(row).word[k >> 1];
+    return vec2(decode(WEIGHT, word), both ? decode(WEIGHT, word >> 16) : 0.0);
+}
+
+// Element k of a row of weights.
+float weight_at(uvec2 row, uint k) {
+    if (WEIGHT == DTYPE_F32) {
+        return f32_at(row, k);
+    }
+    return decode(WEIGHT, Words(row).word[k >> 1] >> ((k & 1u) * 16u));
+}
+
+// Eight consecutive elements.
+struct Eight {
+    vec4 low;
+    vec4 high;
+};
+
+Eight decode_eight(uint dtype, uvec4 words) {
+    return Eight(
+        vec4(decode(dtype, words.x), decode(dtype, words.x >> 16), decode(dtype, words.y), decode(dtype, words.y >> 16)),
+        vec4(decode(dtype, words.z), decode(dtype, words.z >> 16), decode(dtype, words.w), decode(dtype, words.w >> 16))
+    );
+}
+
+// Elements 8i to 8i + 7 of an array at `base`, a multiple of 16.
+Eight load_eight(uint dtype, uvec2 base, uint i) {
+    if (dtype == DTYPE_F32) {
+        return Eight(uintBitsToFloat(Quads(base).quad[2u * i]), uintBitsToFloat(Quads(base).quad[2u * i + 1u]));
+    }
+    return decode_eight(dtype, Quads(base).quad[i]);
+}
+
+// Elements 8i to 8i + 7 of a row of activations.
+Eight act_eight(uvec2 base, uint i) {
+    if ((base.x & 15u) == 0u) {
+        return load_eight(ACT, base, i);
+    }
+    uint k = i * 8u;
+    return Eight(
+        vec4(act_pair(base, k, true), act_pair(base, k + 2u, true)),
+        vec4(act_pair(base, k + 4u, true), act_pair(base, k + 6u, true))
+    );
+}
+
+// `sum` plus eight products, added in order.
+float add_eight(float sum, Eight a, Eight b) {
+    sum += a.low.x * b.low.x;
+    sum += a.low.y * b.low.y;
+    sum += a.low.z * b.low.z;
+    sum += a.low.w * b.low.w;
+    sum += a.high.x * b.high.x;
+    sum += a.high.y * b.high.y;
+    sum += a.high.z * b.high.z;
+    sum += a.high.w * b.high.w;
+    return sum;
 }
 
 // ---- Tables ----
@@ -275,6 +313,8 @@ uvec2 weight_row(uvec2 matrix, uint row, uint stride) {
     return element_at(matrix, row, stride, 0u, log2_size(WEIGHT));
 }
 
+// ---- Work ----
+
 // Which work item of x this workgroup is: contract::fold undone.
 uint work_item() {
     return gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
@@ -282,4 +322,20 @@ uint work_item() {
 
 uint div_ceil(uint a, uint b) {
     return a / b + (a % b == 0u ? 0u : 1u);
+}
+
+// The rows that a tile of the batch asks for, as rows of the launch: `first` on, of which those from the launch's
+// `rows` on are another launch's (rows before its first wrap to numbers past its last). Nothing read is
+// believed: no more rows than a tile has, and none past the last number there is.
+struct TileRows {
+    int slot;
+    uint first;
+    uint count;
+};
+
+TileRows tile_rows(EnvelopeAt at, uint tile) {
+    Words words = Words(element_at(at.envelope.operand[0], tile, 4u, at.envelope.params.tiles_at, 2u));
+    uint first = words.word[1];
+    uint count = min(min(words.word[2], SGMV_TILE_ROWS), ~first);
+    return TileRows(int(words.word[0]), first - at.envelope.params.row_first, count);
 }

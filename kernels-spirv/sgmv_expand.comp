@@ -12,7 +12,7 @@
 
 // A column of padding keeps rows in different banks.
 const uint PITCH = SGMV_DEPTH + 1u;
-// Pairs of adjacent outputs, of which a thread sums PAIRS.
+// Pairs of adjacent outputs; a thread sums one pair of every THREADS / ROW_PAIRS-th row.
 const uint ROW_PAIRS = SGMV_EXPAND_OUTPUTS / 2u;
 const uint PAIRS = SGMV_TILE_ROWS * ROW_PAIRS / THREADS;
 
@@ -30,14 +30,11 @@ void main() {
     }
     uint site = gl_WorkGroupID.z;
     uint out_features = at.envelope.params.site[site].out_features;
-    Words tile_words = Words(element_at(at.envelope.operand[0], tile, 4u, at.envelope.params.tiles_at, 2u));
-    uint tile_rows = min(tile_words.word[2], SGMV_TILE_ROWS);
+    TileRows of_tile = tile_rows(at, tile);
     Adapter adapter;
-    if (tile_rows == 0u || first_output >= out_features || !find(at, site, int(tile_words.word[0]), adapter)) {
+    if (of_tile.count == 0u || first_output >= out_features || !find(at, site, of_tile.slot, adapter)) {
         return;
     }
-    // Rows before the launch's first wrap to numbers past its last.
-    uint first_row = tile_words.word[1] - at.envelope.params.row_first;
     uint rows = at.envelope.params.rows;
 
     uint thread = gl_LocalInvocationID.x;
@@ -49,31 +46,31 @@ void main() {
         for (uint i = thread; i < SGMV_TILE_ROWS * SGMV_DEPTH; i += THREADS) {
             uint t = i / SGMV_DEPTH;
             uint column = i % SGMV_DEPTH;
-            uint row = first_row + t;
+            uint row = of_tile.first + t;
             float value = 0.0;
-            if (t < tile_rows && row < rows && first + column < adapter.rank) {
+            if (t < of_tile.count && row < rows && first + column < adapter.rank) {
                 value = f32_at(z_at(at, 3u, site, row), first + column);
             }
             z_tile[t * PITCH + column] = value;
         }
-        for (uint i = thread; i < SGMV_EXPAND_OUTPUTS * SGMV_DEPTH; i += THREADS) {
-            uint n = first_output + i / SGMV_DEPTH;
-            uint column = i % SGMV_DEPTH;
-            float weight = 0.0;
-            if (n < out_features && first + column < adapter.rank) {
-                weight = weight_at(weight_row(adapter.matrix, n, at.envelope.params.b_stride), first + column);
+        for (uint i = thread; i < SGMV_EXPAND_OUTPUTS * SGMV_DEPTH / 2u; i += THREADS) {
+            uint n = i / (SGMV_DEPTH / 2u);
+            uint column = i % (SGMV_DEPTH / 2u) * 2u;
+            uint r = first + column;
+            vec2 pair = vec2(0.0);
+            if (first_output + n < out_features && r < adapter.rank) {
+                uvec2 b = weight_row(adapter.matrix, first_output + n, at.envelope.params.b_stride);
+                pair = weight_pair(b, r, r + 1u < adapter.rank);
             }
-            b_tile[i / SGMV_DEPTH * PITCH + column] = weight;
+            b_tile[n * PITCH + column] = pair.x;
+            b_tile[n * PITCH + column + 1u] = pair.y;
         }
         barrier();
-        for (uint s = 0u; s < PAIRS; s++) {
-            uint cell = thread + s * THREADS;
-            uint z_row = cell / ROW_PAIRS * PITCH;
-            uint b_row = cell % ROW_PAIRS * 2u * PITCH;
-            for (uint column = 0u; column < SGMV_DEPTH; column++) {
-                float value = z_tile[z_row + column];
-                sums[s].x += b_tile[b_row + column] * value;
-                sums[s].y += b_tile[b_row + PITCH + column] * value;
+        uint b_row = thread % ROW_PAIRS * 2u * PITCH;
+        for (uint column = 0u; column < SGMV_DEPTH; column++) {
+            vec2 weights = vec2(b_tile[b_row + column], b_tile[b_row + PITCH + column]);
+            for (uint s = 0u; s < PAIRS; s++) {
+                sums[s] += weights * z_tile[(thread + s * THREADS) / ROW_PAIRS * PITCH + column];
             }
         }
         barrier();
@@ -81,9 +78,9 @@ void main() {
     for (uint s = 0u; s < PAIRS; s++) {
         uint cell = thread + s * THREADS;
         uint t = cell / ROW_PAIRS;
-        uint row = first_row + t;
-        uint n = first_output + cell % ROW_PAIRS * 2u;
-        if (t < tile_rows && row < rows && n < out_features) {
+        uint row = of_tile.first + t;
+        uint n = first_output + thread % ROW_PAIRS * 2u;
+        if (t < of_tile.count && row < rows && n < out_features) {
             float scale = adapter.scale * row_scale(at, at.envelope.params.row_first + row);
             add_to_outputs(output_at(at, site, row, n), scale * sums[s], n + 1u < out_features);
         }

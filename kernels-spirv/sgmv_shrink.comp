@@ -11,6 +11,7 @@
 
 // A column of padding keeps rows in different banks.
 const uint PITCH = SGMV_DEPTH + 1u;
+// Sums of a thread: one rank, every THREADS / SGMV_SHRINK_RANKS-th row.
 const uint SUMS = SGMV_TILE_ROWS * SGMV_SHRINK_RANKS / THREADS;
 
 shared float x_tile[SGMV_TILE_ROWS * PITCH];
@@ -26,14 +27,11 @@ void main() {
         return;
     }
     uint site = gl_WorkGroupID.z;
-    Words tile_words = Words(element_at(at.envelope.operand[0], tile, 4u, at.envelope.params.tiles_at, 2u));
-    uint tile_rows = min(tile_words.word[2], SGMV_TILE_ROWS);
+    TileRows of_tile = tile_rows(at, tile);
     Adapter adapter;
-    if (tile_rows == 0u || !find(at, site, int(tile_words.word[0]), adapter) || first_rank >= adapter.rank) {
+    if (of_tile.count == 0u || !find(at, site, of_tile.slot, adapter) || first_rank >= adapter.rank) {
         return;
     }
-    // Rows before the launch's first wrap to numbers past its last.
-    uint first_row = tile_words.word[1] - at.envelope.params.row_first;
     uint rows = at.envelope.params.rows;
     uint in_features = at.envelope.params.in_features;
 
@@ -47,31 +45,32 @@ void main() {
             uint t = i / (SGMV_DEPTH / 2u);
             uint column = i % (SGMV_DEPTH / 2u) * 2u;
             uint k = first + column;
-            uint row = first_row + t;
+            uint row = of_tile.first + t;
             vec2 pair = vec2(0.0);
-            if (t < tile_rows && row < rows && k < in_features) {
+            if (t < of_tile.count && row < rows && k < in_features) {
                 uvec2 x = element_at(at.envelope.operand[3], row, at.envelope.params.x_stride, 0u, log2_size(ACT));
                 pair = act_pair(x, k, k + 1u < in_features);
             }
             x_tile[t * PITCH + column] = pair.x;
             x_tile[t * PITCH + column + 1u] = pair.y;
         }
-        for (uint i = thread; i < SGMV_SHRINK_RANKS * SGMV_DEPTH; i += THREADS) {
-            uint r = i / SGMV_DEPTH;
-            uint column = i % SGMV_DEPTH;
-            float weight = 0.0;
-            if (first_rank + r < adapter.rank && first + column < in_features) {
-                weight = weight_at(weight_row(adapter.matrix, first_rank + r, at.envelope.params.a_stride), first + column);
+        for (uint i = thread; i < SGMV_SHRINK_RANKS * SGMV_DEPTH / 2u; i += THREADS) {
+            uint r = i / (SGMV_DEPTH / 2u);
+            uint column = i % (SGMV_DEPTH / 2u) * 2u;
+            uint k = first + column;
+            vec2 pair = vec2(0.0);
+            if (first_rank + r < adapter.rank && k < in_features) {
+                uvec2 a = weight_row(adapter.matrix, first_rank + r, at.envelope.params.a_stride);
+                pair = weight_pair(a, k, k + 1u < in_features);
             }
-            a_tile[r * PITCH + column] = weight;
+            a_tile[r * PITCH + column] = pair.x;
+            a_tile[r * PITCH + column + 1u] = pair.y;
         }
         barrier();
-        for (uint s = 0u; s < SUMS; s++) {
-            uint cell = thread + s * THREADS;
-            uint x_row = cell / SGMV_SHRINK_RANKS * PITCH;
-            uint a_row = cell % SGMV_SHRINK_RANKS * PITCH;
-            for (uint column = 0u; column < SGMV_DEPTH; column++) {
-                sums[s] += a_tile[a_row + column] * x_tile[x_row + column];
+        for (uint column = 0u; column < SGMV_DEPTH; column++) {
+            float weight = a_tile[thread % SGMV_SHRINK_RANKS * PITCH + column];
+            for (uint s = 0u; s < SUMS; s++) {
+                sums[s] += weight * x_tile[(thread + s * THREADS) / SGMV_SHRINK_RANKS * PITCH + column];
             }
         }
         barrier();
@@ -79,9 +78,9 @@ void main() {
     for (uint s = 0u; s < SUMS; s++) {
         uint cell = thread + s * THREADS;
         uint t = cell / SGMV_SHRINK_RANKS;
-        uint row = first_row + t;
-        uint r = first_rank + cell % SGMV_SHRINK_RANKS;
-        if (t < tile_rows && row < rows && r < adapter.rank) {
+        uint row = of_tile.first + t;
+        uint r = first_rank + thread % SGMV_SHRINK_RANKS;
+        if (t < of_tile.count && row < rows && r < adapter.rank) {
             Outputs(add64(z_at(at, 4u, site, row), uvec2(r * 4u, 0u))).word = floatBitsToUint(sums[s]);
         }
     }
