@@ -127,6 +127,37 @@ pub enum Error {
         pinned: usize,
     },
 
+    /// Bytes on the device are not those that were sent. Nothing was published.
+    #[error("byte {offset} of the staged adapter is {found:#04x} on the device, expected {expected:#04x}")]
+    Corrupt {
+        /// Offset in the slot's image.
+        offset: u64,
+        /// What the device has.
+        found: u8,
+        /// What was sent.
+        expected: u8,
+    },
+
+    /// A wait passed its limit. Nothing was changed; the same call may succeed later.
+    #[error("waited {waited:?} for {what}; in use: {}", Holder::list(holders))]
+    TimedOut {
+        /// What didn't come.
+        what: &'static str,
+        /// The limit.
+        waited: std::time::Duration,
+        /// Who holds slots now.
+        holders: Vec<Holder>,
+    },
+
+    /// An adapter could not be loaded; all who waited for it get the same cause.
+    #[error("adapter {name:?}: {source}")]
+    Load {
+        /// The adapter.
+        name: String,
+        /// Why not.
+        source: std::sync::Arc<Error>,
+    },
+
     /// A file could not be read or written.
     #[error("{path}: {source}")]
     Io {
@@ -139,6 +170,24 @@ pub enum Error {
     /// An input of the command or of `apply` is not what its documentation asks for.
     #[error("{0}")]
     Input(String),
+}
+
+/// A slot in use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// The slot.
+    pub slot: u32,
+    /// Its adapter.
+    pub name: String,
+    /// Leases on it.
+    pub refs: u32,
+}
+
+impl Holder {
+    fn list(holders: &[Holder]) -> String {
+        let one = |h: &Holder| format!("slot {} ({:?}, {} leases)", h.slot, h.name, h.refs);
+        if holders.is_empty() { "nothing".to_owned() } else { holders.iter().map(one).collect::<Vec<_>>().join(", ") }
+    }
 }
 
 impl Error {
@@ -157,6 +206,9 @@ impl Error {
             Error::UnknownSlot { .. } => "E_UNKNOWN_SLOT",
             Error::SlotBusy { .. } => "E_SLOT_BUSY",
             Error::PoolFull { .. } => "E_POOL_FULL",
+            Error::Corrupt { .. } => "E_CORRUPT",
+            Error::TimedOut { .. } => "E_TIMED_OUT",
+            Error::Load { source, .. } => source.code(),
             Error::Io { .. } => "E_IO",
             Error::Input(_) => "E_INPUT",
         }

@@ -12,5 +12,5 @@ pub mod ops;
 pub mod pool;
 
 pub use dtype::DType;
-pub use error::{Error, Result};
+pub use error::{Error, Holder, Result};
 pub use memory::{Allocation, DevicePtr, Region};

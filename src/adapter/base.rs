@@ -180,7 +180,7 @@ impl BaseModel {
                     let Some(path) = name.strip_suffix(".weight") else { continue };
                     match *tensor.shape {
                         [rows, cols] if is_embedding(path) => {
-                            drop(others.insert(path.to_owned(), Other::Embedding(rows, cols)))
+                            _ = others.insert(path.to_owned(), Other::Embedding(rows, cols))
                         }
                         [rows, cols] if conv1d && is_conv1d(path) => drop(shapes.insert(path.to_owned(), (rows, cols))),
                         [rows, cols] => drop(shapes.insert(path.to_owned(), (cols, rows))),

@@ -1,1 +1,28 @@
-//! Lifecycle.
+//! Adapters as a server sees them: by name, in slots, in use or idle.
+//!
+//! [`LoraWeights`] is the loaded set itself: the pool, its tables, what each slot holds.
+//! [`AdapterManager`] is what a server holds: it loads by name, hands out leases, and swaps between steps.
+
+mod lane;
+mod layers;
+mod lease;
+mod load;
+#[allow(clippy::module_inception)]
+mod manager;
+mod refs;
+mod select;
+mod slot;
+mod status;
+mod step;
+mod sync;
+mod weights;
+
+pub use layers::{DenseWeight, LoraLayerWeights, LoraPair};
+pub use lease::Lease;
+pub use load::LoraAdapterInput;
+pub use manager::{AdapterManager, Options, Source};
+pub use select::{VictimError, select_victim_slot};
+pub use slot::{AdapterSlot, OverlayRawSlot, SlotRef, SlotView};
+pub use status::{Resident, Status};
+pub use step::Step;
+pub use weights::LoraWeights;

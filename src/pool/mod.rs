@@ -5,6 +5,7 @@ mod pack;
 mod rows;
 mod slots;
 mod spec;
+mod staging;
 mod tables;
 
 use std::collections::BTreeMap;
@@ -14,10 +15,11 @@ pub use pack::SlotImage;
 pub use rows::{Capacity, Plan};
 pub use slots::{Claim, Phase, Slot, Slots};
 pub use spec::{PoolSpec, SiteSpec};
+pub use staging::Staging;
 pub use tables::{Cell, SiteTables, Tables};
 
 use crate::adapter::{HostPair, LoraModule};
-use crate::backend::GpuBackend;
+use crate::backend::{GpuBackend, Record};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -101,6 +103,56 @@ impl Pool {
     pub fn part(&self, slot: u32, site: usize, part: Part) -> Result<Region> {
         self.check_slot(slot.into())?;
         self.region(self.layout.place(slot, site, part))
+    }
+
+    /// Runs `before`, then publishes `slot`'s new table entries, one a site, and its scale: one
+    /// submission, so that work before it sees all of the old and work after it all of the new.
+    ///
+    /// # Errors
+    /// The backend's, or `before`'s; the tables are then as they were.
+    pub fn publish(
+        &self,
+        gpu: &dyn GpuBackend,
+        slot: u32,
+        cells: &[Cell],
+        scale: f32,
+        before: Record<'_>,
+    ) -> Result<()> {
+        self.check_slot(slot.into())?;
+        let old: Vec<Cell> = (0..cells.len()).map(|site| self.tables.get(slot, site)).collect();
+        let old_scale = self.tables.slot_scale(slot);
+        self.tables.set(slot, cells, scale);
+        let sent = gpu.submit(&mut |encoder| {
+            before(encoder)?;
+            self.tables.publish(encoder)
+        });
+        if sent.is_err() {
+            self.tables.set(slot, &old, old_scale);
+        }
+        sent.map(|_| ())
+    }
+
+    /// Where the parts of a [`SlotImage`] go in `slot`, neighbours joined: one span where a slot is contiguous.
+    pub(crate) fn spans(&self, slot: u32) -> Result<Vec<pack::Span>> {
+        let mut spans: Vec<pack::Span> = Vec::new();
+        let mut start = 0;
+        for site in 0..self.sites().len() {
+            for part in [Part::A, Part::B] {
+                let region = self.part(slot, site, part)?;
+                let end = start + region.len() as usize;
+                match spans.last_mut() {
+                    Some((range, last))
+                        if last.offset() + last.len() == region.offset() && last.same_allocation(&region) =>
+                    {
+                        range.end = end;
+                        *last = last.union(&region).unwrap_or(region);
+                    }
+                    _ => spans.push((start..end, region)),
+                }
+                start = end;
+            }
+        }
+        Ok(spans)
     }
 
     /// Memory at a place of the layout.

@@ -66,6 +66,12 @@ impl Slots {
         Self { slots: vec![slot; count as usize], tick: 0, drain: None, open: None }
     }
 
+    /// Puts an adapter that was loaded before into a vacant slot.
+    pub fn seat(&mut self, slot: u32, name: &Arc<str>, generation: u64, pinned: bool) {
+        let entry = &mut self.slots[slot as usize];
+        *entry = Slot { name: Some(name.clone()), phase: Phase::Ready, generation, pinned, ..*entry };
+    }
+
     /// All slots, by index.
     pub fn slots(&self) -> &[Slot] {
         &self.slots

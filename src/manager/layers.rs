@@ -1,0 +1,93 @@
+//! A resident adapter's pairs, by layer and module, as device addresses.
+
+use std::collections::BTreeMap;
+
+use crate::adapter::{Adapter, LoraModule};
+use crate::error::Result;
+use crate::memory::DevicePtr;
+use crate::pool::{Cell, Part, Pool};
+
+/// A weight matrix in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DenseWeight {
+    /// Address of element 0.
+    pub weight: DevicePtr,
+}
+
+/// One site's pair in the pool.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LoraPair {
+    /// `A[rank][k_in]`, rows `k_in` rounded up to 8 elements apart.
+    pub a: DenseWeight,
+    /// `B[n_out][rank]`, rows `max_rank` rounded up to 8 elements apart.
+    pub b: DenseWeight,
+    /// True rank: what kernels compute with.
+    pub rank: usize,
+    /// Columns of A.
+    pub k_in: usize,
+    /// Rows of B.
+    pub n_out: usize,
+    /// Scale of the delta at this site, patterns applied. Never folded into B.
+    pub scale: f32,
+    /// Rank that the slot has room for.
+    pub max_rank: usize,
+}
+
+/// One layer's pairs; modules that the adapter does not cover are absent.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraLayerWeights {
+    /// Global layer index.
+    pub layer_idx: usize,
+    /// The pairs.
+    pub pairs: BTreeMap<LoraModule, LoraPair>,
+}
+
+impl LoraLayerWeights {
+    /// A layer that no module of the adapter touches.
+    pub fn empty(layer_idx: usize) -> Self {
+        Self { layer_idx, pairs: BTreeMap::new() }
+    }
+
+    /// The pair of `module`, if the adapter covers it.
+    pub fn module_pair(&self, module: &LoraModule) -> Option<&LoraPair> {
+        self.pairs.get(module)
+    }
+}
+
+/// The layers that `adapter` has in `slot`: global-layer-indexed, None where it covers nothing.
+pub(super) fn layers_of(pool: &Pool, slot: u32, adapter: &Adapter) -> Result<Vec<Option<LoraLayerWeights>>> {
+    let mut layers = vec![None; layer_count(pool)];
+    for pair in &adapter.pairs {
+        let site = pool.fit(pair)?;
+        let weight = |part| pool.part(slot, site, part).map(|r| DenseWeight { weight: r.ptr() });
+        let layer = pair.site.layer;
+        let entry = layers[layer].get_or_insert_with(|| LoraLayerWeights::empty(layer));
+        entry.pairs.insert(
+            pair.site.module.clone(),
+            LoraPair {
+                a: weight(Part::A)?,
+                b: weight(Part::B)?,
+                rank: pair.rank(),
+                k_in: pair.in_features(),
+                n_out: pair.out_features(),
+                scale: pair.scale,
+                max_rank: pool.layout().max_rank() as usize,
+            },
+        );
+    }
+    Ok(layers)
+}
+
+/// Layers of the model, as far as the pool's sites tell.
+pub(super) fn layer_count(pool: &Pool) -> usize {
+    pool.sites().iter().map(|s| s.id.layer + 1).max().unwrap_or(0)
+}
+
+/// Table entries, one a site, that `layers` stand for.
+pub(super) fn cells_of(pool: &Pool, layers: &[Option<LoraLayerWeights>]) -> Vec<Cell> {
+    let cell = |layer: usize, module: &LoraModule| {
+        let pair = layers.get(layer)?.as_ref()?.module_pair(module)?;
+        Some(Cell { a: pair.a.weight, b: pair.b.weight, rank: pair.rank as u32, scale: pair.scale })
+    };
+    pool.sites().iter().map(|s| cell(s.id.layer, &s.id.module).unwrap_or(Cell::EMPTY)).collect()
+}

@@ -1,0 +1,154 @@
+//! Filling slots: several adapters at the start, one at a time later.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+
+use super::layers::{layer_count, layers_of};
+use super::{AdapterSlot, LoraWeights};
+use crate::adapter::{self, Adapter, BaseModel, PeftAdapterConfig};
+use crate::backend::GpuBackend;
+use crate::error::{Error, Result};
+use crate::pool::{Pool, PoolSpec, SlotImage};
+
+/// A named adapter to be put in a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct LoraAdapterInput<'a> {
+    /// What requests will call it; not empty.
+    pub name: &'a str,
+    /// Its weights.
+    pub adapter: &'a Adapter,
+}
+
+impl LoraWeights {
+    /// Allocates the pool and packs `adapters` into slots 0, 1, ...; the first one is active, all are
+    /// pinned. Nothing is visible to kernels before all are packed.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for more adapters than slots or a rank above the pool's, [`Error::Shape`] for a
+    /// site that doesn't fit, [`Error::Input`] for an empty or repeated name, or the backend's.
+    pub fn load(gpu: &Arc<dyn GpuBackend>, spec: PoolSpec, adapters: &[LoraAdapterInput<'_>]) -> Result<Self> {
+        let slots = spec.max_loras as usize;
+        if adapters.len() > slots {
+            let (found, limit) = (adapters.len() as u64, slots as u64);
+            return Err(Error::Limit { what: "number of adapters", found, limit, hint: " (raise max_loras)" });
+        }
+        let storage = Arc::new(Pool::new(&**gpu, spec)?);
+        let tables = storage
+            .sites()
+            .iter()
+            .enumerate()
+            .map(|(i, site)| ((site.id.layer, site.id.module.clone()), storage.tables().addresses(i)));
+        let vacant = AdapterSlot::vacant(layer_count(&storage));
+        let mut weights = Self {
+            name: String::new(),
+            adapter_config: PeftAdapterConfig::default(),
+            max_rank: storage.spec().max_rank as usize,
+            max_loras: slots,
+            pool: storage.blocks()[0].ptr(),
+            pool_bytes: storage.bytes() as usize,
+            expert_pool: None,
+            expert_pool_bytes: 0,
+            slots: vec![vacant; slots],
+            active: 0,
+            tables: tables.collect(),
+            scale_table: storage.tables().slot_scales(),
+            ref_counts: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
+            pinned: adapters.len(),
+            last_used: (0..slots).map(|_| AtomicU64::new(0)).collect(),
+            lru_tick: AtomicU64::new(0),
+            overlay_raw: (0..slots).map(|_| None).collect(),
+            storage,
+            gpu: gpu.clone(),
+        };
+        for (slot, input) in adapters.iter().enumerate() {
+            weights.swap(slot, *input)?;
+        }
+        weights.mirror();
+        Ok(weights)
+    }
+
+    /// Replaces what `slot` holds by `input`. All that can be wrong with the adapter shows before
+    /// anything changes; bytes and tables then change between two steps, in one submission. Graphs that
+    /// were captured before stay valid.
+    ///
+    /// # Errors
+    /// [`Error::SlotBusy`] while sequences use the slot; otherwise as [`LoraWeights::load`]. The old
+    /// adapter then still serves.
+    pub fn swap(&mut self, slot: usize, input: LoraAdapterInput<'_>) -> Result<()> {
+        self.storage.check_slot(slot as i64)?;
+        self.check_idle(slot)?;
+        self.check_name(slot, input.name)?;
+        let image = SlotImage::new(&self.storage, input.adapter)?;
+        let layers = layers_of(&self.storage, slot as u32, input.adapter)?;
+        let span = tracing::info_span!("swap", slot, adapter = input.name, bytes = image.bytes().len());
+        let _entered = span.enter();
+        self.write(slot as u32, &image)?;
+        self.slots[slot] = AdapterSlot {
+            name: input.name.to_owned(),
+            adapter_config: input.adapter.config.clone(),
+            layers,
+            generation: self.slots[slot].generation + 1,
+            digest: input.adapter.digest,
+        };
+        self.touch_slot(slot);
+        if slot == self.active {
+            self.mirror();
+        }
+        Ok(())
+    }
+
+    /// [`LoraWeights::swap`] with an adapter from disk. Bytes are read and checked before the slot is touched.
+    ///
+    /// # Errors
+    /// The loader's refusal, or as [`LoraWeights::swap`].
+    pub fn swap_from_dir(&mut self, slot: usize, name: &str, dir: &Path, base: Option<&BaseModel>) -> Result<()> {
+        self.storage.check_slot(slot as i64)?;
+        self.check_idle(slot)?;
+        let adapter = adapter::load(dir, base)?;
+        self.swap(slot, LoraAdapterInput { name, adapter: &adapter })
+    }
+
+    /// Empties `slot`: no entry, no byte of its adapter is left.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSlot`], [`Error::SlotBusy`], or the backend's; the adapter then still serves.
+    pub fn clear(&mut self, slot: usize) -> Result<()> {
+        self.storage.check_slot(slot as i64)?;
+        self.check_idle(slot)?;
+        self.write(slot as u32, &SlotImage::empty(&self.storage))?;
+        self.vacate(slot);
+        Ok(())
+    }
+
+    /// Forgets who was in a slot.
+    pub(super) fn vacate(&mut self, slot: usize) {
+        let generation = self.slots[slot].generation;
+        self.slots[slot] = AdapterSlot { generation, ..AdapterSlot::vacant(self.slots[slot].layers.len()) };
+        self.mirror();
+    }
+
+    /// Writes a slot's bytes and publishes its tables, in one submission.
+    fn write(&self, slot: u32, image: &SlotImage) -> Result<()> {
+        let pool = &self.storage;
+        let cells = image.cells(pool, slot)?;
+        pool.publish(&*self.gpu, slot, &cells, image.scale(), &mut |encoder| image.write(pool, slot, encoder))
+    }
+
+    fn check_idle(&self, slot: usize) -> Result<()> {
+        match self.slot_ref_count(slot) {
+            0 => Ok(()),
+            refs => Err(Error::SlotBusy { slot, name: self.slots[slot].name.clone(), refs }),
+        }
+    }
+
+    fn check_name(&self, slot: usize, name: &str) -> Result<()> {
+        if name.is_empty() {
+            return Err(Error::Input("an adapter's name can't be empty".into()));
+        }
+        match self.slot_of(name) {
+            Some(other) if other != slot => Err(Error::Input(format!("adapter {name:?} is already in slot {other}"))),
+            _ => Ok(()),
+        }
+    }
+}
