@@ -1,0 +1,176 @@
+//! Kernels of one device: the committed PTX, compiled by the driver.
+
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex};
+
+use cudarc::driver::sys::{self, CUfunc_st, CUfunction_attribute, CUjit_option, CUmod_st, CUmodule};
+
+use super::driver::{Handle, check};
+use super::queue::{Shared, lock};
+use crate::backend::Pipeline;
+use crate::contract::{Kernel, Spec, THREADS};
+use crate::error::{Error, Result};
+
+/// The PTX of all types of one kernel, made by `kernels-cuda/build`.
+const fn ptx(kernel: Kernel) -> &'static str {
+    match kernel {
+        Kernel::BgmvShrink => include_str!("../../../kernels-cuda/ptx/bgmv_shrink.ptx"),
+        Kernel::BgmvExpand => include_str!("../../../kernels-cuda/ptx/bgmv_expand.ptx"),
+        Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink.ptx"),
+        Kernel::SgmvExpand => include_str!("../../../kernels-cuda/ptx/sgmv_expand.ptx"),
+    }
+}
+
+/// What a [`Pipeline`] holds: a kernel of a loaded module.
+#[derive(Debug)]
+pub(super) struct Function {
+    /// [`Shared::id`] of the backend whose module it is of.
+    pub(super) backend: u64,
+    pub(super) raw: Handle<CUfunc_st>,
+}
+
+/// Modules loaded so far, and their kernels.
+#[derive(Debug, Default)]
+pub(super) struct Modules(Mutex<Loaded>);
+
+#[derive(Debug, Default)]
+struct Loaded {
+    modules: BTreeMap<Kernel, Handle<CUmod_st>>,
+    functions: BTreeMap<(Kernel, Spec), Arc<Function>>,
+}
+
+impl Modules {
+    /// Unloads all.
+    ///
+    /// # Safety
+    /// Their context is current, and no work, now or later, uses their kernels.
+    pub(super) unsafe fn unload(&self) {
+        let mut loaded = lock(&self.0);
+        loaded.functions.clear();
+        for module in std::mem::take(&mut loaded.modules).into_values() {
+            // SAFETY: loaded by `compile`, unloaded once.
+            let _ = unsafe { sys::cuModuleUnload(module.0) };
+        }
+    }
+}
+
+/// Compiles a kernel, or finds it compiled.
+pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeline> {
+    let mut loaded = lock(&shared.modules.0);
+    if let Some(function) = loaded.functions.get(&(kernel, spec)) {
+        return Ok(Pipeline::new(kernel, spec, function.clone()));
+    }
+    let _bound = shared.device.bind()?;
+    let module = match loaded.modules.get(&kernel) {
+        Some(module) => *module,
+        None => {
+            let module = compile(kernel)?;
+            loaded.modules.insert(kernel, module);
+            module
+        }
+    };
+    let function = Arc::new(Function { backend: shared.id, raw: find(module, kernel, spec)? });
+    loaded.functions.insert((kernel, spec), function.clone());
+    Ok(Pipeline::new(kernel, spec, function))
+}
+
+/// Has the driver compile the PTX for the current context's device. The driver keeps the result on disk.
+fn compile(kernel: Kernel) -> Result<Handle<CUmod_st>> {
+    let started = std::time::Instant::now();
+    let image = CString::new(ptx(kernel)).map_err(|_| Error::Driver {
+        call: "cuModuleLoadData",
+        message: format!("{}.ptx holds a zero byte", kernel.name()),
+    })?;
+    let mut log = [0u8; 8192];
+    let mut options = [CUjit_option::CU_JIT_ERROR_LOG_BUFFER, CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    // The size goes into the pointer's place by value.
+    let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len())];
+    let mut module: CUmodule = ptr::null_mut();
+    // SAFETY: the image ends in a zero byte; both options have a value of the kind that the driver's manual
+    // gives; `log` is writable for the length given; writes one handle.
+    let code = unsafe {
+        sys::cuModuleLoadDataEx(
+            &mut module,
+            image.as_ptr().cast(),
+            options.len() as u32,
+            options.as_mut_ptr(),
+            values.as_mut_ptr(),
+        )
+    };
+    check("cuModuleLoadDataEx", code).map_err(|error| match error {
+        Error::Driver { call, message } => {
+            let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
+            let log = String::from_utf8_lossy(&log[..end]);
+            Error::Driver { call, message: format!("{}.ptx: {message}: {}", kernel.name(), log.trim()) }
+        }
+        other => other,
+    })?;
+    tracing::debug!(kernel = kernel.name(), elapsed = ?started.elapsed(), "PTX compiled");
+    Ok(Handle(module))
+}
+
+/// The entry for `spec`, put on the device now and not at its first launch, which may be in a capture.
+fn find(module: Handle<CUmod_st>, kernel: Kernel, spec: Spec) -> Result<Handle<CUfunc_st>> {
+    let entry = entry(kernel, spec);
+    let missing = |message| Error::Driver { call: "cuModuleGetFunction", message };
+    let name = CString::new(entry.as_str()).map_err(|error| missing(error.to_string()))?;
+    let mut function = ptr::null_mut();
+    // SAFETY: the module is loaded; the name ends in a zero byte; writes one handle.
+    check("cuModuleGetFunction", unsafe { sys::cuModuleGetFunction(&mut function, module.0, name.as_ptr()) }).map_err(
+        |error| match error {
+            Error::Driver { message, .. } => missing(format!("{entry}: {message}")),
+            other => other,
+        },
+    )?;
+    let mut threads = 0;
+    let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+    // SAFETY: a function of a loaded module; writes one integer.
+    check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut threads, most, function) })?;
+    if (threads as u32) < THREADS {
+        return Err(missing(format!("{entry} runs with at most {threads} threads a block, {THREADS} are needed")));
+    }
+    Ok(Handle(function))
+}
+
+/// Name of the entry in the PTX.
+fn entry(kernel: Kernel, spec: Spec) -> String {
+    format!("lorapool_{}_{}_{}", kernel.name(), spec.act, spec.weight)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contract::Params;
+    use crate::dtype::DType;
+
+    #[test]
+    fn the_ptx_has_an_entry_for_every_kernel_and_type_with_the_contract_s_arguments() {
+        for kernel in Kernel::ALL {
+            for act in DType::ALL {
+                for weight in DType::ALL {
+                    let name = entry(kernel, Spec { act, weight });
+                    let (_, declaration) =
+                        ptx(kernel).split_once(&format!(".visible .entry {name}(")).expect("no such entry");
+                    let (arguments, _) = declaration.split_once(')').expect("no end of its arguments");
+                    let arguments: Vec<_> = arguments.split(',').map(str::trim).collect();
+                    let (params, addresses) = arguments.split_last().expect("no arguments");
+                    assert_eq!(addresses.len(), kernel.operands().len(), "{name}");
+                    assert!(addresses.iter().all(|a| a.contains(".u64")), "{name}: {addresses:?}");
+                    let block = format!("{name}_param_{}[{}]", addresses.len(), size_of::<Params>());
+                    assert!(params.ends_with(&block), "{name}: {params}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_ptx_is_of_an_isa_that_drivers_of_cuda_12_0_load() {
+        for kernel in Kernel::ALL {
+            assert!(ptx(kernel).contains("\n.version 8.0\n.target sm_70\n"), "{}", kernel.name());
+        }
+    }
+}
