@@ -23,24 +23,31 @@ const MAX_DIMS: usize = 8;
 
 /// A tensor as the header declares it; bytes, dtype and shape agree.
 #[derive(Clone, Debug)]
-pub(super) struct TensorInfo {
+pub struct TensorInfo {
+    /// Its name.
     pub name: Box<str>,
+    /// Element type.
     pub dtype: Dtype,
+    /// Dimensions, the slowest first.
     pub shape: Box<[usize]>,
-    /// Byte range in the file.
+    /// First byte in the file.
     pub start: u64,
+    /// Byte after the last.
     pub end: u64,
 }
 
 /// A file's tensors.
 #[derive(Clone, Debug)]
-pub(super) struct Header {
+pub struct Header {
     /// In the order of their bytes.
     pub tensors: Vec<TensorInfo>,
 }
 
 impl Header {
     /// Reads and checks the header; no tensor's bytes are touched.
+    ///
+    /// # Errors
+    /// A refusal whose code starts with `E_FILE_`, or [`Code::NotFound`], [`Code::Dtype`].
     pub fn read(path: &Path) -> Loaded<Header> {
         let name = path.display();
         let (mut file, len) = file::open(path)?;

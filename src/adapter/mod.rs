@@ -18,6 +18,7 @@ mod weights;
 pub use audit::{Audit, AuditSite, TensorCounts, Verdict, audit};
 pub use base::{BaseModel, Linear};
 pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
+pub use header::{Header as TensorFile, TensorInfo};
 pub use load::load;
 pub use pattern::PatternError;
 pub use reject::{Code, Reject};

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use lorapool::DType;
 use lorapool::backend::{GpuBackend, best, open};
 
 use super::failure::Failure;
@@ -33,4 +35,12 @@ impl DeviceArgs {
         tracing::info!(backend = caps.backend, device = caps.device, driver = caps.driver, api = caps.api, "opened");
         Ok(backend)
     }
+}
+
+/// Parses `f32`, `f16`, `bf16`.
+pub fn dtype() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(DType::ALL.map(DType::name)).map(|name| {
+        // The parser above lets no other name through.
+        DType::ALL.into_iter().find(|dtype| dtype.name() == name).unwrap_or(DType::F32)
+    })
 }

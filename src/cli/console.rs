@@ -3,6 +3,7 @@
 use std::io::{ErrorKind, Write};
 
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, Table, presets};
+use lorapool::adapter::Notice;
 use serde::Serialize;
 
 use super::failure::Failure;
@@ -70,6 +71,17 @@ pub fn table(header: &[&str], right: &[usize]) -> Table {
     table
 }
 
+/// A table's text, without the blanks at the ends of its lines.
+pub fn render(table: &Table) -> String {
+    table.to_string().lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+/// A number with as many of four decimals as it needs.
+pub fn scalar(value: f32) -> String {
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
 /// Text for a heading.
 pub fn bold(text: impl std::fmt::Display) -> String {
     format!("\x1b[1m{text}\x1b[0m")
@@ -88,6 +100,12 @@ pub fn bad(text: impl std::fmt::Display) -> String {
 /// Text that most readers can skip.
 pub fn dim(text: impl std::fmt::Display) -> String {
     format!("\x1b[2m{text}\x1b[0m")
+}
+
+/// A line on something that was accepted but that the adapter's owner should know.
+pub fn remark(adapter: &str, notice: &Notice) -> String {
+    let about = if adapter.is_empty() { String::new() } else { format!("{adapter}: ") };
+    format!("{} {about}{}: {}\n", bold("notice"), notice.code, notice.message)
 }
 
 /// A number of bytes for people: `1.5 MiB`.

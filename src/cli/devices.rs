@@ -5,7 +5,7 @@ use lorapool::backend::{Caps, Listing, best, list};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::console::{Console, bold, bytes, dim, table};
+use super::console::{Console, bold, bytes, dim, render, table};
 use super::failure::{Failure, Status};
 
 /// List every backend and device: driver and limits, or why there is none
@@ -98,7 +98,7 @@ fn text(report: &Report) -> String {
         }
     }
     if !devices.is_empty() {
-        out += &format!("{}\n\n", devices.trim_fmt());
+        out += &format!("{}\n\n", render(&devices));
     }
     for backend in &report.backends {
         for caps in &backend.caps {

@@ -28,6 +28,11 @@ impl Failure {
         Self { code: "E_USAGE", message: message.into(), status: Status::Refused }
     }
 
+    /// A file that can't be read or written.
+    pub fn io(path: impl std::fmt::Display, source: std::io::Error) -> Self {
+        Error::Io { path: path.to_string(), source }.into()
+    }
+
     /// Names what the error is about: an adapter, a file.
     pub fn about(mut self, subject: impl std::fmt::Display) -> Self {
         self.message = format!("{subject}: {}", self.message);

@@ -1,12 +1,16 @@
 //! Arguments, dispatch, and the three exit codes. One file a subcommand; what they share is in
 //! `args`, `console`, `failure` and `progress`.
 
+mod adapters;
+mod apply;
 mod args;
+mod audit;
 mod conform;
 mod console;
 mod devices;
 mod failure;
 mod progress;
+mod run;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -51,6 +55,12 @@ struct Cli {
 enum Command {
     /// List every backend and device: driver and limits, or why there is none
     Devices(devices::Devices),
+    /// Judge an adapter: what would be applied where, and whether every tensor has its place
+    Audit(audit::Audit),
+    /// Load adapters, apply a different one to every row of a batch, check every element
+    Run(Box<run::Run>),
+    /// Apply adapters to activations from a file
+    Apply(Box<apply::Apply>),
     /// Run the conformance suite on a device
     Conform(conform::Conform),
 }
@@ -64,6 +74,9 @@ pub fn main() -> ExitCode {
     let console = Console::new(cli.json);
     let done = log().and_then(|()| match cli.command {
         Command::Devices(command) => command.run(&console),
+        Command::Audit(command) => command.run(&console),
+        Command::Run(command) => command.run(&console),
+        Command::Apply(command) => command.run(&console),
         Command::Conform(command) => command.run(&console),
     });
     let status = done.unwrap_or_else(|failure| {

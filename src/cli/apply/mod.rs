@@ -1,0 +1,296 @@
+//! `lorapool apply`: anyone's activations in, activations with each row's delta out.
+
+mod input;
+mod output;
+mod values;
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::{Args, ValueEnum};
+use lorapool::adapter::Notice;
+use lorapool::backend::GpuBackend;
+use lorapool::manager::{LoraAdapterInput, LoraWeights};
+use lorapool::ops::{Applier, Matrix, Op, Output as SiteOutput};
+use lorapool::pool::{Capacity, Plan, PoolSpec};
+use lorapool::{DType, Region};
+use serde::Serialize;
+
+use super::adapters::{self, Named, NamedDir};
+use super::args::{DeviceArgs, dtype};
+use super::console::{Console, bold, dim, grouped, remark};
+use super::failure::{Failure, Status};
+use super::progress::Progress;
+use input::{Input, Job};
+use output::Output;
+
+/// Device memory for the activations of one site at a time, in bytes.
+const CHUNK_BYTES: u64 = 64 << 20;
+
+/// Apply adapters to activations from a file: y = y_base + scale * B A x, row by row
+///
+/// The input is a safetensors file with, for each site (a module path of the base), `SITE|x` [.., in] and
+/// `SITE|y_base` [.., out] of any float type, and optionally `slots` (integers): for each row the index of its
+/// adapter in the order of the --adapter options, -1 for the base. Without slots every row uses the first
+/// adapter. Other tensors are passed over. The output has `SITE|y` [.., out] in f32.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    lorapool apply --base models/llama --adapter sql=adapters/sql --input in.safetensors --output out.safetensors\n  \
+    lorapool apply --backend cpu --adapter a=one --adapter b=two --op sgmv -i in.safetensors -o out.safetensors")]
+pub struct Apply {
+    #[command(flatten)]
+    device: DeviceArgs,
+
+    /// An adapter as PEFT saved it, and its name; repeat for more
+    #[arg(long = "adapter", value_name = "NAME=DIR", required = true)]
+    adapters: Vec<NamedDir>,
+
+    /// Directory with the base's config.json and/or safetensors (only headers are read). Without: the sites that
+    /// the adapters cover, with the shapes that they have
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
+
+    /// Safetensors file to read
+    #[arg(long, short, value_name = "FILE")]
+    input: PathBuf,
+
+    /// Safetensors file to write; it appears under this name when it is whole
+    #[arg(long, short, value_name = "FILE")]
+    output: PathBuf,
+
+    /// Element type of activations and of the pool
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = dtype())]
+    dtype: DType,
+
+    /// Kernels to use: bgmv takes each row by itself (decode), sgmv takes runs of rows of one adapter (prefill)
+    #[arg(long, value_enum, default_value_t = OpArg::Bgmv)]
+    op: OpArg,
+}
+
+/// [`Op`] on the command line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum OpArg {
+    Bgmv,
+    Sgmv,
+}
+
+/// The document.
+#[derive(Debug, Serialize)]
+struct Report {
+    backend: &'static str,
+    device: String,
+    dtype: DType,
+    op: &'static str,
+    output: String,
+    /// Sites written.
+    sites: usize,
+    /// Rows over all sites.
+    rows: usize,
+    /// Rows among them that have no adapter.
+    base_rows: usize,
+    adapters: Vec<AdapterLine>,
+    /// Tensors of the input that mean nothing here.
+    passed_over: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct AdapterLine {
+    name: String,
+    /// Its sites.
+    sites: usize,
+    /// Those that the input has.
+    applied: usize,
+    notices: Vec<Notice>,
+}
+
+impl Apply {
+    /// Reads, applies, writes.
+    pub fn run(self, console: &Console) -> Result<Status, Failure> {
+        let op = match self.op {
+            OpArg::Bgmv => Op::Bgmv,
+            OpArg::Sgmv => Op::Sgmv,
+        };
+        let base = adapters::open_base(self.base.as_deref())?;
+        let mut named = adapters::load(&self.adapters, base.as_ref())?;
+        let spec = adapters::pool_spec(base.as_ref(), &named, named.len() as u32, self.dtype)?;
+        let input = Input::open(&self.input)?;
+        let (mut jobs, passed_over) = input.jobs(&spec.sites)?;
+        let slots = input.slots(named.len())?;
+        if let Some(slots) = &slots {
+            jobs.iter().try_for_each(|job| input.check_rows(job, slots))?;
+        }
+        let lines = narrow(&mut named, &mut jobs, &spec);
+        let sites = jobs.iter().map(|job| spec.sites[job.site].clone()).collect();
+        jobs.iter_mut().enumerate().for_each(|(index, job)| job.site = index);
+
+        let gpu = self.device.open()?;
+        let inputs: Vec<_> =
+            named.iter().map(|named| LoraAdapterInput { name: &named.name, adapter: &named.adapter }).collect();
+        let weights = LoraWeights::load(&gpu, PoolSpec { sites, ..spec }, &inputs)?;
+        let worker = Worker::new(&gpu, &weights, op, self.dtype, &jobs)?;
+
+        let names: Vec<String> = jobs.iter().map(|job| format!("{}|y", job.path)).collect();
+        let shapes: Vec<Vec<usize>> = jobs.iter().map(|job| worker.shape(job)).collect();
+        let mut output =
+            Output::create(&self.output, names.iter().map(String::as_str).zip(shapes.iter().map(Vec::as_slice)))?;
+        let mut progress = Progress::new("sites", jobs.len());
+        let mut base_rows = 0;
+        for job in &jobs {
+            progress.start(&job.path);
+            let all_first;
+            let slots = match &slots {
+                Some(slots) => slots,
+                None => {
+                    all_first = vec![0; job.rows];
+                    &all_first
+                }
+            };
+            base_rows += slots.iter().filter(|slot| **slot < 0).count();
+            worker.apply(&input, job, slots, &mut output)?;
+            progress.done();
+        }
+        output.finish()?;
+        drop(progress);
+
+        let report = Report {
+            backend: gpu.caps().backend,
+            device: gpu.caps().device.clone(),
+            dtype: self.dtype,
+            op: op.name(),
+            output: self.output.display().to_string(),
+            sites: jobs.len(),
+            rows: jobs.iter().map(|job| job.rows).sum(),
+            base_rows,
+            adapters: lines,
+            passed_over,
+        };
+        console.result(&report, text);
+        Ok(Status::Done)
+    }
+}
+
+/// Leaves of each adapter what the input asks for: the rest takes no device memory.
+fn narrow(named: &mut [Named], jobs: &mut [Job], spec: &PoolSpec) -> Vec<AdapterLine> {
+    let wanted: HashSet<&str> = jobs.iter().map(|job| &*spec.sites[job.site].id.path).collect();
+    let narrow = |named: &mut Named| {
+        let sites = named.adapter.pairs.len();
+        named.adapter.pairs.retain(|pair| wanted.contains(&*pair.site.path));
+        AdapterLine {
+            name: named.name.clone(),
+            sites,
+            applied: named.adapter.pairs.len(),
+            notices: named.adapter.notices.clone(),
+        }
+    };
+    named.iter_mut().map(narrow).collect()
+}
+
+/// Applies sites one after the other, in the same memory.
+struct Worker<'a> {
+    gpu: &'a Arc<dyn GpuBackend>,
+    weights: &'a LoraWeights,
+    op: Op,
+    act: DType,
+    applier: Applier,
+    x: Region,
+    y: Region,
+}
+
+impl<'a> Worker<'a> {
+    fn new(
+        gpu: &'a Arc<dyn GpuBackend>,
+        weights: &'a LoraWeights,
+        op: Op,
+        act: DType,
+        jobs: &[Job],
+    ) -> Result<Self, Failure> {
+        let sites = weights.storage().sites();
+        let most = |of: &dyn Fn(&Job) -> u64| jobs.iter().map(of).max().unwrap_or(0);
+        let bytes = |job: &Job, width: u32| {
+            (Self::chunk(weights, act, job) as u64 * u64::from(width) * act.size()).next_multiple_of(4).max(4)
+        };
+        let rows = most(&|job| Self::chunk(weights, act, job) as u64) as u32;
+        Ok(Self {
+            gpu,
+            weights,
+            op,
+            act,
+            // At worst every row is a tile of its own.
+            applier: Applier::new(&**gpu, weights.storage(), act, Capacity { rows, tiles: rows })?,
+            x: gpu.alloc(most(&|job| bytes(job, sites[job.site].in_features)), "x")?,
+            y: gpu.alloc(most(&|job| bytes(job, sites[job.site].out_features)), "y")?,
+        })
+    }
+
+    /// Rows of a site taken at a time.
+    fn chunk(weights: &LoraWeights, act: DType, job: &Job) -> usize {
+        let site = &weights.storage().sites()[job.site];
+        let row = u64::from(site.in_features.max(site.out_features)) * act.size();
+        job.rows.min((CHUNK_BYTES / row.max(1)).max(1) as usize)
+    }
+
+    /// Shape of a site's y.
+    fn shape(&self, job: &Job) -> Vec<usize> {
+        let width = self.weights.storage().sites()[job.site].out_features as usize;
+        job.lead.iter().copied().chain([width]).collect()
+    }
+
+    /// Applies each row's adapter at one site and writes `SITE|y`.
+    fn apply(&self, input: &Input, job: &Job, slots: &[i32], output: &mut Output) -> Result<(), Failure> {
+        let pool = self.weights.storage();
+        let site = &pool.sites()[job.site];
+        let (depth, width) = (site.in_features as usize, site.out_features as usize);
+        let chunk = Self::chunk(self.weights, self.act, job).max(1);
+        for first in (0..job.rows).step_by(chunk) {
+            let rows = first..job.rows.min(first + chunk);
+            let x = input.rows(&job.x, rows.clone(), depth, self.act)?;
+            let y = input.rows(&job.y_base, rows.clone(), width, self.act)?;
+            let plan = Plan::from_slots(slots[rows].iter().map(|slot| (*slot).max(-1)));
+            let capacity = plan.capacity();
+            let len = y.len() as u64;
+            let (x, y) = (padded(x), padded(y));
+            let (x_at, y_at) = (self.x.slice(0, x.len() as u64)?, self.y.slice(0, y.len() as u64)?);
+            let (x_rows, y_rows) =
+                (Matrix::new(x_at.clone(), site.in_features), Matrix::new(y_at.clone(), site.out_features));
+            self.gpu.submit(&mut |encoder| {
+                encoder.write(&x_at, &x)?;
+                encoder.write(&y_at, &y)?;
+                self.applier.write_batch(encoder, &plan, capacity)?;
+                let outputs = [SiteOutput { site: job.site, y: &y_rows }];
+                self.applier.encode(encoder, pool, self.op, capacity, &x_rows, &outputs)
+            })?;
+            let values = self.act.decode(&self.gpu.read(&y_at.slice(0, len)?)?);
+            let mut bytes = Vec::new();
+            DType::F32.encode(&values, &mut bytes);
+            output.write(&bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes are whole words.
+fn padded(mut bytes: Vec<u8>) -> Vec<u8> {
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
+}
+
+fn text(report: &Report) -> String {
+    let Report { backend, device, dtype, op, output, sites, rows, base_rows, .. } = report;
+    let mut out = format!(
+        "{} {sites} sites, {} rows ({} of the base), {op} in {dtype} on {backend} ({device})\n",
+        bold(output),
+        grouped(*rows as u64),
+        grouped(*base_rows as u64),
+    );
+    for line in &report.adapters {
+        out += &format!("{}: {} of its {} sites are in the input\n", line.name, line.applied, line.sites);
+        for notice in &line.notices {
+            out += &remark(&line.name, notice);
+        }
+    }
+    if !report.passed_over.is_empty() {
+        out += &dim(format!("passed over: {}\n", report.passed_over.join(", ")));
+    }
+    out
+}

@@ -1,0 +1,188 @@
+//! `lorapool run`: the main job on real adapters, every element of it checked.
+
+mod bench;
+mod mix;
+mod report;
+mod samples;
+mod step;
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Args;
+use lorapool::adapter::{Adapter, BaseModel};
+use lorapool::conformance::Dice;
+use lorapool::conformance::oracle::Check;
+use lorapool::manager::{LoraAdapterInput, LoraWeights};
+use lorapool::ops::Op;
+use lorapool::pool::Plan;
+
+use super::adapters::{self, Named, NamedDir};
+use super::args::{DeviceArgs, dtype};
+use super::console::Console;
+use super::failure::{Failure, Status};
+use super::progress::Progress;
+use bench::Bench;
+use mix::Mix;
+use report::{AdapterLine, Pass, Report, Swap};
+use step::Step;
+
+/// Load adapters into a pool, apply a different one to every row of a batch, check every element
+///
+/// Every site of the model gets a synthetic input and base output. Both ops run from captured graphs:
+/// bgmv, as for decode, and sgmv, as for prefill, with the rows in segments. Each element is held
+/// against a naive f64 computation; rows of the base must keep their bits. Then one adapter is swapped
+/// for another in its slot, the same graphs run again, and all is checked again.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    lorapool run                                    adapters that ship with the command, best device\n  \
+    lorapool run --backend vulkan --rows 256 --mix zipf\n  \
+    lorapool run --base models/llama --adapter sql=adapters/sql --adapter chat=adapters/chat --dtype bf16 --json")]
+pub struct Run {
+    #[command(flatten)]
+    device: DeviceArgs,
+
+    /// An adapter as PEFT saved it, and its name; repeat for more. Without any: samples that ship with the command
+    #[arg(long = "adapter", value_name = "NAME=DIR")]
+    adapters: Vec<NamedDir>,
+
+    /// Directory with the base's config.json and/or safetensors (only headers are read). Without: the sites that
+    /// the adapters cover, with the shapes that they have
+    #[arg(long, value_name = "DIR", requires = "adapters")]
+    base: Option<PathBuf>,
+
+    /// Rows of the batch
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    rows: u32,
+
+    /// How adapters are spread over the rows
+    #[arg(long, value_enum, default_value_t = Mix::Distinct)]
+    mix: Mix,
+
+    /// Element type of activations and of the pool
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = dtype())]
+    dtype: lorapool::DType,
+
+    /// Steps that the median time is taken of, at most
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    steps: u32,
+
+    /// Seed of the synthetic activations and of the mix
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// Adapters for the slots, and one to swap in.
+struct Cast {
+    base: Option<BaseModel>,
+    resident: Vec<Named>,
+    next: Named,
+}
+
+impl Run {
+    /// Runs the job.
+    pub fn run(self, console: &Console) -> Result<Status, Failure> {
+        let gpu = self.device.open()?;
+        let Cast { base, resident, next } = self.cast()?;
+        let max_loras = resident.len() as u32;
+        let spec = adapters::pool_spec(base.as_ref(), resident.iter().chain([&next]), max_loras, self.dtype)?;
+        let start = Instant::now();
+        let inputs: Vec<_> =
+            resident.iter().map(|named| LoraAdapterInput { name: &named.name, adapter: &named.adapter }).collect();
+        let mut weights = LoraWeights::load(&gpu, spec, &inputs)?;
+        let load_time = start.elapsed();
+
+        let mut slots = self.mix.slots(self.rows, max_loras, &mut Dice::new(self.seed));
+        let decode = Plan::from_slots(slots.iter().copied());
+        slots.sort_unstable();
+        let prefill = Plan::from_slots(slots);
+        let plans = [(Op::Bgmv, decode), (Op::Sgmv, prefill)];
+        let step = Step::new(&gpu, weights.storage(), self.dtype, &plans)?;
+
+        let mut progress = Progress::new("checking", 2 * plans.len() * weights.storage().sites().len());
+        let mut passes = Vec::new();
+        let mut first = Check::default();
+        let mut check_all = |weights: &LoraWeights, resident: Vec<&Adapter>, swapped: bool| -> Result<(), Failure> {
+            let bench = Bench::new(&gpu, weights.storage(), &step, resident, self.seed);
+            for (op, plan) in &plans {
+                let check = bench.check(*op, plan, &mut progress)?;
+                let time = step.time(*op, self.steps as usize)?;
+                passes.push(Pass::new(*op, swapped, &check, time));
+                first.merge(check);
+            }
+            Ok(())
+        };
+        let mut in_slot: Vec<&Adapter> = resident.iter().map(|named| &named.adapter).collect();
+        check_all(&weights, in_slot.clone(), false)?;
+        let start = Instant::now();
+        weights.swap(0, LoraAdapterInput { name: &next.name, adapter: &next.adapter })?;
+        let swap_time = start.elapsed();
+        in_slot[0] = &next.adapter;
+        check_all(&weights, in_slot, true)?;
+        drop(progress);
+
+        let report = Report {
+            backend: gpu.caps().backend,
+            device: gpu.caps().device.clone(),
+            driver: gpu.caps().driver.clone(),
+            api: gpu.caps().api.clone(),
+            dtype: self.dtype,
+            mix: self.mix,
+            adapters: resident.iter().map(AdapterLine::new).collect(),
+            rows: self.rows,
+            base_rows: plans[0].1.rows().iter().filter(|row| row.slot < 0).count(),
+            sites: weights.storage().sites().len(),
+            pool_bytes: weights.pool_bytes as u64,
+            slots: max_loras,
+            max_rank: weights.max_rank as u32,
+            elements_checked: first.elements,
+            mismatches: first.mismatches,
+            worst_error_over_bound: first.worst,
+            step_us: passes.first().map_or(0.0, |pass| pass.step_us),
+            load_us: report::micros(load_time),
+            swapped: true,
+            swap: Swap {
+                slot: 0,
+                out: resident[0].name.clone(),
+                into: AdapterLine::new(&next),
+                swap_us: report::micros(swap_time),
+            },
+            passes,
+            first_mismatches: first.first,
+        };
+        console.result(&report, Report::text);
+        Ok(if report.mismatches == 0 { Status::Done } else { Status::Failed })
+    }
+
+    /// Loads the adapters, or the samples.
+    fn cast(&self) -> Result<Cast, Failure> {
+        if self.adapters.is_empty() {
+            let (base, mut resident) = samples::load()?;
+            let next = resident.pop().ok_or_else(|| Failure::usage("no samples in this build"))?;
+            return Ok(Cast { base: Some(base), resident, next });
+        }
+        let base = adapters::open_base(self.base.as_deref())?;
+        let resident = adapters::load(&self.adapters, base.as_ref())?;
+        let next = understudy(&resident);
+        Ok(Cast { base, resident, next })
+    }
+}
+
+/// The adapter that takes slot 0: of the others, the one whose sites differ most from its adapter's. A lone
+/// adapter is followed by a variant of itself with half of its sites and another scale.
+fn understudy(resident: &[Named]) -> Named {
+    let first = &resident[0].adapter;
+    let covers = |adapter: &Adapter, site| adapter.pairs.iter().any(|pair| pair.site == site);
+    let differs = |other: &Adapter| {
+        let lacks = |a: &Adapter, b: &Adapter| a.pairs.iter().filter(|pair| !covers(b, pair.site.clone())).count();
+        lacks(first, other) + lacks(other, first)
+    };
+    if let Some(other) = resident[1..].iter().max_by_key(|named| differs(&named.adapter)) {
+        return Named { name: format!("{} (again)", other.name), adapter: other.adapter.clone() };
+    }
+    let mut adapter = first.clone();
+    adapter.pairs = adapter.pairs.into_iter().step_by(2).collect();
+    adapter.scale *= -0.5;
+    adapter.pairs.iter_mut().for_each(|pair| pair.scale *= -0.5);
+    Named { name: format!("{} (every other site, times -0.5)", resident[0].name), adapter }
+}
