@@ -50,7 +50,7 @@ impl LoraWeights {
             expert_pool: None,
             expert_pool_bytes: 0,
             slots: vec![vacant; slots],
-            active: 0,
+            active: if adapters.is_empty() { Self::NO_SLOT } else { 0 },
             tables: tables.collect(),
             scale_table: storage.tables().slot_scales(),
             ref_counts: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
@@ -121,8 +121,11 @@ impl LoraWeights {
         Ok(())
     }
 
-    /// Forgets who was in a slot.
+    /// Forgets who was in a slot. No other adapter becomes active by itself.
     pub(super) fn vacate(&mut self, slot: usize) {
+        if slot == self.active {
+            self.active = Self::NO_SLOT;
+        }
         let generation = self.slots[slot].generation;
         self.slots[slot] = AdapterSlot { generation, ..AdapterSlot::vacant(self.slots[slot].layers.len()) };
         self.mirror();

@@ -57,8 +57,6 @@ struct Flight {
     waiting: usize,
     /// Leases to be taken at the moment of publication.
     leases: u32,
-    /// Where they were taken.
-    seated: Option<u32>,
 }
 
 /// A load that ended, kept until all who waited for it have heard.
@@ -327,11 +325,11 @@ impl AdapterManager {
                     let from = from.ok_or_else(|| read(&self.weights).unknown(name))?;
                     let id = self.take_off(&mut state, name, leases);
                     drop(state);
-                    let result = self.fly(name, &from, deadline);
-                    if result.is_ok() && source.is_some() {
-                        lock(&self.state).sources.insert(name.into(), from);
+                    match self.fly(name, &from, deadline) {
+                        Ok(_) if source.is_some() => drop(lock(&self.state).sources.insert(name.into(), from)),
+                        Ok(_) => {}
+                        Err(error) => self.crash(name, error),
                     }
-                    self.land(name, id, result);
                     state = lock(&self.state);
                     id
                 }
@@ -350,7 +348,7 @@ impl AdapterManager {
     fn take_off(&self, state: &mut State, name: &str, leases: u32) -> u64 {
         let id = state.next_flight;
         state.next_flight += 1;
-        state.flights.insert(name.into(), Flight { id, waiting: 1, leases, seated: None });
+        state.flights.insert(name.into(), Flight { id, waiting: 1, leases });
         id
     }
 
@@ -378,11 +376,7 @@ impl AdapterManager {
                     let error = self.timed_out("a load", &state);
                     if let Some(flight) = state.flights.values_mut().find(|flight| flight.id == id) {
                         flight.waiting -= 1;
-                        match flight.seated {
-                            // Late, but the lease has been taken already.
-                            Some(slot) => return Ok(Ok(slot)),
-                            None => flight.leases -= if counted { leases } else { 0 },
-                        }
+                        flight.leases -= if counted { leases } else { 0 };
                     }
                     return Err(error);
                 }
@@ -390,13 +384,11 @@ impl AdapterManager {
         }
     }
 
-    /// Ends a flight: tells those who wait. On success their leases were taken by the publication.
-    fn land(&self, name: &str, id: u64, result: Result<u32>) {
+    /// Ends a flight that failed: tells those who wait. One that succeeded has ended already ([`Self::seat`]).
+    fn crash(&self, name: &str, error: Error) {
         let mut state = lock(&self.state);
-        let waiting = state.flights.get(name).map_or(0, |flight| flight.waiting);
-        state.flights.remove(name);
-        if waiting > 0 {
-            state.landed.insert(id, Landed { waiting, result: result.map_err(Arc::new) });
+        if let Some(flight) = state.flights.remove(name) {
+            state.landed.insert(flight.id, Landed { waiting: flight.waiting, result: Err(Arc::new(error)) });
         }
         drop(state);
         self.changed.notify_all();
@@ -455,20 +447,18 @@ impl AdapterManager {
             return None;
         }
         state.slots.touch(slot);
-        self.seat_waiting(&mut state, name);
+        self.seat(&mut state, name, slot);
         Some(slot)
     }
 
-    /// Takes the leases that wait for `name`'s load.
-    fn seat_waiting(&self, state: &mut State, name: &str) {
-        let leases = state.flights.get(name).map_or(0, |flight| flight.leases);
-        (0..leases).for_each(|_| {
+    /// Ends `name`'s load in `slot`: takes the leases that wait for it, in the same breath as it becomes
+    /// visible, so that no one who waited can lose the slot again before using it.
+    fn seat(&self, state: &mut State, name: &str, slot: u32) {
+        let Some(flight) = state.flights.remove(name) else { return };
+        (0..flight.leases).for_each(|_| {
             self.enter(state, name);
         });
-        let slot = state.slots.ready(name);
-        if let Some(flight) = state.flights.get_mut(name) {
-            flight.seated = slot;
-        }
+        state.landed.insert(flight.id, Landed { waiting: flight.waiting, result: Ok(slot) });
     }
 
     /// Waits for a slot.
@@ -526,7 +516,7 @@ impl AdapterManager {
             let pinned = state.pinned.iter().any(|pinned| **pinned == *name) || weights.active == slot as usize;
             drop(weights);
             state.slots.publish(slot, &name.into(), pinned);
-            self.seat_waiting(&mut state, name);
+            self.seat(&mut state, name, slot);
         }
         state.publishing = false;
         drop(state);

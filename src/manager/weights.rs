@@ -39,7 +39,7 @@ pub struct LoraWeights {
     pub expert_pool_bytes: usize,
     /// Contents of the slots, `max_loras` of them; vacant ones have an empty name.
     pub slots: Vec<AdapterSlot>,
-    /// Index of the active slot.
+    /// Index of the active slot; [`LoraWeights::NO_SLOT`] while none is.
     pub active: usize,
     /// Site to its `[max_loras]` tables of A addresses and of B addresses, 8 bytes an entry, 0 = this
     /// slot has no delta here. There is a key for every site of the model, adapted or not.
@@ -62,6 +62,9 @@ pub struct LoraWeights {
 }
 
 impl LoraWeights {
+    /// `active` while no adapter is.
+    pub const NO_SLOT: usize = usize::MAX;
+
     /// The pool behind the addresses.
     pub fn storage(&self) -> &Arc<Pool> {
         &self.storage
@@ -72,9 +75,9 @@ impl LoraWeights {
         &self.gpu
     }
 
-    /// The active adapter's layers, global-layer-indexed.
+    /// The active adapter's layers, global-layer-indexed; none while no adapter is active.
     pub fn active_layers(&self) -> &[Option<LoraLayerWeights>] {
-        &self.slots[self.active].layers
+        self.slots.get(self.active).map_or(&[], |slot| &slot.layers)
     }
 
     /// The slot that holds the adapter `name`. A vacant slot has no name: `""` finds nothing.
@@ -103,8 +106,9 @@ impl LoraWeights {
     pub(super) fn resolve(&self, slot: i32) -> Option<usize> {
         match usize::try_from(slot) {
             Err(_) => Some(self.active),
-            Ok(slot) => (slot < self.max_loras).then_some(slot),
+            Ok(slot) => Some(slot),
         }
+        .filter(|slot| *slot < self.max_loras)
     }
 
     /// Makes the adapter `name` the one that unnamed requests get.
@@ -130,7 +134,10 @@ impl LoraWeights {
             SlotRef::Slot(slot) => slot as usize,
         };
         let filled = self.slots.get(slot).is_some_and(|s| !s.is_vacant());
-        if filled { Ok(slot as i32) } else { Err(Error::UnknownSlot { slot: slot as i64, slots: self.max_loras }) }
+        match filled {
+            true => Ok(slot as i32),
+            false => Err(Error::UnknownSlot { slot: slot as i64, slots: self.max_loras }),
+        }
     }
 
     /// Plans a batch, row by row, each row with its own multiplier of its adapter's scale.
@@ -162,8 +169,9 @@ impl LoraWeights {
 
     /// Copies the active slot's name and config to the fields that mirror them.
     pub(super) fn mirror(&mut self) {
-        self.name = self.slots[self.active].name.clone();
-        self.adapter_config = self.slots[self.active].adapter_config.clone();
+        let active = self.slots.get(self.active);
+        self.name = active.map(|slot| slot.name.clone()).unwrap_or_default();
+        self.adapter_config = active.map(|slot| slot.adapter_config.clone()).unwrap_or_default();
     }
 
     pub(super) fn unknown(&self, name: &str) -> Error {
