@@ -40,6 +40,18 @@ fn tile_at(index: u32) -> Tile {
     return Tile(bitcast<i32>(batch[at]), batch[at + 1u], batch[at + 2u], 0u);
 }
 
+// Of no launch.
+const NO_ROW: u32 = 0xffffffffu;
+
+// The launch's row that row `index` of `tile` is, or NO_ROW: rows past the tile's end, or another launch's.
+fn tile_row(tile: Tile, index: u32) -> u32 {
+    let batch_row = tile.first_row + index;
+    let row = batch_row - envelope.params.row_first;
+    // A row number past 2^32 must not become a small one.
+    let wraps = batch_row < tile.first_row || batch_row < envelope.params.row_first;
+    return select(NO_ROW, row, !wraps && index < tile.rows && row < envelope.params.rows);
+}
+
 // One slot's matrix at one site.
 struct Pair {
     // 0: no delta here.

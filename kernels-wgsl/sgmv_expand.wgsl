@@ -35,9 +35,7 @@ fn sgmv_expand(
     }
     let index = thread / TEAM;
     let member = thread % TEAM;
-    let batch_row = tile.first_row + index;
-    let row = batch_row - envelope.params.row_first;
-    let mine = index < tile.rows && batch_row >= envelope.params.row_first && row < envelope.params.rows;
+    let row = tile_row(tile, index);
     let b_row = first + thread / B_TEAM;
     let b_part = thread % B_TEAM;
     var sums = vec4<f32>();
@@ -45,7 +43,7 @@ fn sgmv_expand(
         for (var i = 0u; i < PART; i++) {
             let r = k + member * PART + i;
             var value = 0.0;
-            if mine && r < pair.rank {
+            if row != NO_ROW && r < pair.rank {
                 value = z[z_index(site, row, r)];
             }
             z_tile[index * PITCH + member * PART + i] = value;
@@ -72,10 +70,10 @@ fn sgmv_expand(
         }
         workgroupBarrier();
     }
-    if !mine {
+    if row == NO_ROW {
         return;
     }
-    let scale = pair.scale * row_scale(batch_row);
+    let scale = pair.scale * row_scale(envelope.params.row_first + row);
     let n = first + 4u * member;
     if n < site.out_features {
         add_outputs(site, row, n, scale, sums.xy);

@@ -33,15 +33,14 @@ fn sgmv_shrink(
     // Row `thread / TEAM` of the tile, and rank `first + thread / TEAM` while staging.
     let index = thread / TEAM;
     let member = thread % TEAM;
-    let row = tile.first_row + index - envelope.params.row_first;
-    let mine = index < tile.rows && tile.first_row + index >= envelope.params.row_first && row < envelope.params.rows;
+    let row = tile_row(tile, index);
     let width = envelope.params.in_features;
     var sums = vec2<f32>();
     for (var k = 0u; k < width; k += SGMV_DEPTH) {
         for (var i = 0u; i < PART; i++) {
             let at = k + member * PART + i;
             var value = 0.0;
-            if mine && at < width {
+            if row != NO_ROW && at < width {
                 value = x_value(row, at);
             }
             x_tile[index * PITCH + member * PART + i] = value;
@@ -65,7 +64,7 @@ fn sgmv_shrink(
         }
         workgroupBarrier();
     }
-    if mine {
+    if row != NO_ROW {
         if first + member < pair.rank {
             z[z_index(site, row, first + member)] = sums.x;
         }

@@ -178,8 +178,12 @@ impl Case {
         (a + outs * u64::from(self.b_stride())) * self.weight.size()
     }
 
-    /// Why a device can't run it, if so: an operand larger than it binds.
+    /// Why a device can't run it, if so: an operand larger than it binds, or operands that share memory
+    /// where they are bindings, which can't be read and written at once.
     pub fn too_large(&self, caps: &Caps) -> Option<String> {
+        if self.one_allocation && caps.max_binding != u64::MAX {
+            return Some("x, y and z in one allocation; operands are bindings here".to_owned());
+        }
         let rows = u64::from(self.rows);
         let out = self.outs.iter().max().copied().unwrap_or(0) + self.pad;
         let window = if self.window == 0 || self.all_weights { self.slots } else { self.window };

@@ -138,6 +138,8 @@ impl Inner {
             landing.map_async(wgpu::MapMode::Read, .., move |result| drop(sender.send(result)));
         })?;
         self.wait(ticket)?;
+        // The work may have been seen to finish before the mapping was asked for: then this runs its callback.
+        self.poll(wgpu::PollType::Poll)?;
         let driver = |message: String| Error::Driver { call: "map_async", message };
         match receiver.recv() {
             Ok(Ok(())) => {}
@@ -156,9 +158,18 @@ impl Inner {
             if let Some(chunk) = self.staging.take_free(size) {
                 return Ok(chunk);
             }
-            // When nothing is in flight, the record itself holds it all, and needs more.
-            if self.staging.total() + size <= STAGING_MAX || !self.wait_oldest()? {
+            if self.staging.total() + size <= STAGING_MAX {
                 break;
+            }
+            // When nothing is in flight, the record itself holds it all, and needs more.
+            let waited = self.wait_oldest()?;
+            // Runs what maps finished chunks again, if nobody did yet.
+            self.poll(wgpu::PollType::Poll)?;
+            if !waited {
+                match self.staging.take_free(size) {
+                    Some(chunk) => return Ok(chunk),
+                    None => break,
+                }
             }
         }
         let usage = wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC;
