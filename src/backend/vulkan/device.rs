@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -51,6 +51,8 @@ pub(super) struct Instance {
 
 struct Own {
     messenger: Option<(ash::ext::debug_utils::Instance, vk::DebugUtilsMessengerEXT)>,
+    /// VK_EXT_debug_utils is on: objects can be named.
+    names: bool,
     /// Keeps the loader library mapped.
     _entry: ash::Entry,
 }
@@ -84,6 +86,10 @@ impl Instance {
         }
         let api = loader.min(vk::API_VERSION_1_3);
 
+        // SAFETY: a global command; `entry` holds the loaded library.
+        let present = unsafe { entry.enumerate_instance_extension_properties(None) }
+            .map_err(driver("vkEnumerateInstanceExtensionProperties"))?;
+        let has = |name: &CStr| present.iter().any(|e| e.extension_name_as_c_str() == Ok(name));
         let mut layers = Vec::new();
         let mut extensions = Vec::new();
         let validate = std::env::var(VALIDATION_ENV).is_ok_and(|v| v == "1");
@@ -93,14 +99,15 @@ impl Instance {
                 return Err(unavailable(format!("{VALIDATION_ENV}=1, but the layer {layer} is not installed")));
             }
             layers.push(VALIDATION_LAYER.as_ptr());
+        }
+        // The layer brings the extension with it.
+        let names = validate || has(ash::ext::debug_utils::NAME);
+        if names {
             extensions.push(ash::ext::debug_utils::NAME.as_ptr());
         }
-        // SAFETY: a global command; `entry` holds the loaded library.
-        let present = unsafe { entry.enumerate_instance_extension_properties(None) }
-            .map_err(driver("vkEnumerateInstanceExtensionProperties"))?;
         let mut flags = vk::InstanceCreateFlags::empty();
         // Without this the loader hides drivers layered on other APIs (MoltenVK).
-        if present.iter().any(|e| e.extension_name_as_c_str() == Ok(ash::khr::portability_enumeration::NAME)) {
+        if has(ash::khr::portability_enumeration::NAME) {
             extensions.push(ash::khr::portability_enumeration::NAME.as_ptr());
             flags |= vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR;
         }
@@ -136,7 +143,7 @@ impl Instance {
                 return Err(error);
             }
         };
-        Ok(Arc::new(Self { raw, version: api, own: Some(Own { messenger, _entry: entry }) }))
+        Ok(Arc::new(Self { raw, version: api, own: Some(Own { messenger, names, _entry: entry }) }))
     }
 
     /// The host's instance, made for API `version`; it stays the host's to destroy.
@@ -144,7 +151,7 @@ impl Instance {
         Arc::new(Self { raw, version, own: None })
     }
 
-    /// Devices that will do, and for the others why not.
+    /// Devices that will do, GPUs before drivers that compute on the CPU, and for the others why not.
     pub(super) fn candidates(self: &Arc<Self>) -> Result<(Vec<Candidate>, Vec<String>)> {
         // SAFETY: `self.raw` is a live instance.
         let devices = match unsafe { self.raw.enumerate_physical_devices() } {
@@ -164,6 +171,13 @@ impl Instance {
                 }
             }
         }
+        // A workstation may list its software driver first.
+        good.sort_by_key(|candidate| match candidate.caps.class {
+            DeviceClass::Discrete => 0,
+            DeviceClass::Integrated => 1,
+            DeviceClass::Other => 2,
+            DeviceClass::Cpu | DeviceClass::Software => 3,
+        });
         Ok((good, refused))
     }
 }
@@ -313,8 +327,11 @@ impl Candidate {
             .map_err(|error| driver("vkCreateDevice")(error))?;
         // SAFETY: the device was made with one queue of this family.
         let queue = unsafe { device.get_device_queue(self.queue_family, 0) };
+        let own = self.instance.own.as_ref();
+        let names = own.filter(|own| own.names).map(|_| ash::ext::debug_utils::Device::new(raw, &device));
         let device = Device {
             raw: device,
+            names,
             physical: self.physical,
             queue,
             queue_family: self.queue_family,
@@ -328,11 +345,25 @@ impl Candidate {
 /// A device and its queue: our own, destroyed here, or the host's, left alone.
 pub(super) struct Device {
     pub(super) raw: ash::Device,
+    /// To name objects for debuggers and validation messages, where that can be done.
+    pub(super) names: Option<ash::ext::debug_utils::Device>,
     pub(super) physical: vk::PhysicalDevice,
     pub(super) queue: vk::Queue,
     pub(super) queue_family: u32,
     pub(super) owned: bool,
     pub(super) instance: Arc<Instance>,
+}
+
+impl Device {
+    /// Names a buffer, for debuggers and validation messages.
+    pub(super) fn name(&self, buffer: vk::Buffer, label: &str) {
+        if let (Some(names), Ok(label)) = (&self.names, CString::new(label)) {
+            let info = vk::DebugUtilsObjectNameInfoEXT::default().object_handle(buffer).object_name(&label);
+            // SAFETY: the extension is enabled on the instance; the buffer was made on this device, by the caller,
+            // who alone knows it yet. A name that can't be set is no loss.
+            unsafe { names.set_debug_utils_object_name(&info) }.ok();
+        }
+    }
 }
 
 impl Drop for Device {

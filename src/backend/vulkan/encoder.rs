@@ -338,3 +338,31 @@ impl Encoder for VulkanEncoder<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vk::Handle;
+
+    use super::*;
+
+    fn range(buffer: u64, start: u64, end: u64) -> (vk::Buffer, u64, u64) {
+        (vk::Buffer::from_raw(buffer), start, end)
+    }
+
+    #[test]
+    fn transfers_wait_only_for_what_touches_their_bytes() {
+        let mut hazards = Hazards::default();
+        assert!(!hazards.before_transfer(range(1, 0, 8), None));
+        hazards.written.push(range(1, 0, 8));
+        hazards.read.push(range(2, 0, 8));
+        assert!(!hazards.before_transfer(range(1, 8, 16), Some(range(2, 0, 8))), "reads don't wait for reads");
+        assert!(hazards.before_transfer(range(1, 4, 12), None), "write after write");
+        assert!(hazards.before_transfer(range(2, 7, 9), None), "write after read");
+        assert!(hazards.before_transfer(range(3, 0, 8), Some(range(1, 7, 15))), "read after write");
+        assert!(hazards.before_launch(), "a launch may touch anything");
+        hazards.clear(true);
+        assert!(hazards.before_transfer(range(9, 0, 1), None), "after a launch everything waits");
+        hazards.clear(false);
+        assert!(!hazards.before_launch());
+    }
+}

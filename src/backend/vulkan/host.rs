@@ -85,6 +85,7 @@ impl VulkanBackend {
         let candidate = examined.map_err(|reason| Error::Unavailable { backend: NAME, reason })?;
         let device = Device {
             raw: host.device,
+            names: None,
             physical: host.physical_device,
             queue: host.queue,
             queue_family: host.queue_family,

@@ -107,6 +107,7 @@ impl Memory {
         };
         // SAFETY: `info` is complete and the device alive; bufferDeviceAddress is enabled.
         let buffer = unsafe { device.raw.create_buffer(&info, None) }.map_err(out_of("vkCreateBuffer"))?;
+        device.name(buffer, label);
         // SAFETY: `buffer` was just made on this device.
         let mut requirements = unsafe { device.raw.get_buffer_memory_requirements(buffer) };
         // Cells are 16-byte aligned addresses.
@@ -282,5 +283,35 @@ impl Shared {
                 Some(self.memory.buffer(&self.device, size, MemoryLocation::GpuToCpu, "Vulkan readback memory")?);
         }
         buffer.as_ref().ok_or(Error::OutOfMemory { requested: len, label: "Vulkan readback memory".into() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::VulkanBackend;
+    use super::*;
+    use crate::backend::{DeviceClass, GpuBackend};
+
+    /// Through [`Memory`], as zeroing would touch every page.
+    #[test]
+    fn more_than_a_software_driver_has_is_an_error_and_room_comes_back() {
+        let Ok(backend) = VulkanBackend::open(0) else { return };
+        if backend.caps().class != DeviceClass::Software {
+            return;
+        }
+        let (memory, device) = (&backend.shared.memory, &backend.shared.device);
+        let make = |len| memory.buffer(device, len, MemoryLocation::GpuOnly, "half");
+        let half = (memory.heap / 2 + 16).next_multiple_of(16);
+        if half > backend.caps().max_alloc {
+            return;
+        }
+        for _ in 0..2 {
+            let first = make(half).unwrap();
+            let error = make(half).unwrap_err();
+            assert_eq!(error.code(), "E_OUT_OF_MEMORY");
+            assert!(error.to_string().contains("half"), "{error}");
+            // SAFETY: no work names it.
+            unsafe { memory.free(device, first) };
+        }
     }
 }
