@@ -1,14 +1,13 @@
-//! y += scale * B z: for each block of outputs, B's rows as columns, so that outputs are the lanes.
+//! y += scale * B z: dot products along the rank, many outputs at a time.
 
 use std::ops::Range;
 
-use super::job::{Job, RUN_ROWS, Work};
-use super::module::Launched;
-use super::simd::{self, OUTPUTS};
-use crate::contract::SiteParams;
+use fearless_simd::{Simd, dispatch};
 
-/// Ranks that are turned into columns at a time.
-const RANKS: usize = 64;
+use super::job::{Job, Work};
+use super::module::Launched;
+use super::simd::{self, CHUNK, OUTPUTS};
+use crate::contract::SiteParams;
 
 /// The expand of one launch at one site.
 pub(super) struct Expand<'a> {
@@ -24,38 +23,43 @@ impl Work for Expand<'_> {
     }
 
     fn cost(&self, job: &Job<'_>) -> u64 {
-        // Widening and turning B costs about as much as four rows do.
-        job.rank as u64 * (job.run.rows as u64 + 4)
+        // Widening B costs about as much as a row does.
+        job.rank as u64 * (job.run.rows as u64 + 1)
     }
 
     fn run(&self, job: &Job<'_>, outputs: Range<usize>, rows: &mut [&mut [u8]]) {
-        let Launched { level, kernel, params, .. } = *self.launched;
-        let (stride, size) = (params.b_stride as usize, kernel.spec.weight.size() as usize);
-        let (act, y_size) = (kernel.spec.act, kernel.spec.act.size() as usize);
-        let mut columns = [[0.0; OUTPUTS]; RANKS];
+        dispatch!(self.launched.level, simd => self.add(simd, job, outputs, rows));
+    }
+}
+
+impl Expand<'_> {
+    /// Adds to `outputs` of each row. Each element of B is widened once for all rows.
+    #[inline(always)]
+    fn add<S: Simd>(&self, simd: S, job: &Job<'_>, outputs: Range<usize>, rows: &mut [&mut [u8]]) {
+        let Launched { kernel, params, .. } = *self.launched;
+        let (act, stride) = (kernel.spec.act, params.b_stride as usize);
+        let (y_size, b_size) = (act.size() as usize, kernel.spec.weight.size() as usize);
+        let chunks = job.rank.div_ceil(CHUNK);
+        let mut z = vec![[0.0; CHUNK]; rows.len() * chunks];
+        for (i, z) in z.chunks_mut(chunks).enumerate() {
+            let at = (job.run.row + i) * params.z_stride as usize + self.site.z_offset as usize;
+            z.as_flattened_mut()[..job.rank].copy_from_slice(&self.z[at..][..job.rank]);
+        }
+        let mut b = vec![[[0.0; CHUNK]; OUTPUTS]; chunks];
         for start in outputs.clone().step_by(OUTPUTS) {
             let count = OUTPUTS.min(outputs.end - start);
-            let mut sums = [[0.0; OUTPUTS]; RUN_ROWS];
-            for r in (0..job.rank).step_by(RANKS) {
-                let depth = RANKS.min(job.rank - r);
-                let at = start * stride + r;
-                let end = (start + count - 1) * stride + r + depth;
-                let matrix = &job.matrix[at * size..end * size];
-                simd::transpose(level, kernel.spec.weight, matrix, [count, stride, depth], &mut columns);
-                for (i, sums) in sums.iter_mut().enumerate().take(rows.len()) {
-                    let z = (job.run.row + i) * params.z_stride as usize + self.site.z_offset as usize + r;
-                    simd::accumulate(level, &columns[..depth], &self.z[z..][..depth], sums);
-                }
-            }
-            for (i, (row, sums)) in rows.iter_mut().zip(&mut sums).enumerate() {
+            let end = (start + count - 1) * stride + job.rank;
+            let shape = [count, stride, job.rank];
+            simd::pack(kernel.spec.weight, &job.matrix[start * stride * b_size..end * b_size], shape, &mut b);
+            for (i, (row, z)) in rows.iter_mut().zip(z.chunks(chunks)).enumerate() {
                 let scale = job.scale * self.launched.row(job.run.row + i).scale;
                 let y = &mut row[(start - outputs.start) * y_size..][..count * y_size];
+                let mut sums = simd::project(simd, &b, z);
                 let mut buffer = [0.0; OUTPUTS];
-                let old = simd::widen(level, act, y, &mut buffer);
-                for (sum, old) in sums.iter_mut().zip(old) {
-                    *sum = old + scale * *sum;
+                for (sum, y) in sums.iter_mut().zip(simd::widen(act, y, &mut buffer)) {
+                    *sum = y + scale * *sum;
                 }
-                simd::narrow(level, act, &sums[..count], y);
+                simd::narrow(act, &sums[..count], y);
             }
         }
     }

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use fearless_simd::{Simd, dispatch};
+
 use super::job::{Job, RUN_ROWS, Work};
 use super::module::Launched;
 use super::simd::{self, LANES};
@@ -32,17 +34,15 @@ impl Work for Shrink<'_> {
     }
 
     fn run(&self, job: &Job<'_>, ranks: Range<usize>, rows: &mut [&mut [u8]]) {
-        let mut x_buffer = [[0.0; DEPTH]; RUN_ROWS];
-        let mut sums = [[[0.0; LANES]; RANKS]; RUN_ROWS];
+        let mut x = vec![0.0; rows.len() * DEPTH];
+        let mut sums = vec![[[0.0; LANES]; RANKS]; rows.len()];
         for start in ranks.clone().step_by(RANKS) {
             let block = start..(start + RANKS).min(ranks.end);
-            let sums = &mut sums[..rows.len()];
-            sums.iter_mut().for_each(|row| row[..block.len()].fill([0.0; LANES]));
-            self.sum(job, block.clone(), &mut x_buffer, sums);
-            for (row, sums) in rows.iter_mut().zip(sums) {
+            dispatch!(self.launched.level, simd => self.sum(simd, job, block.clone(), &mut x, &mut sums));
+            for (row, sums) in rows.iter_mut().zip(&mut sums) {
                 let z: &mut [f32] = bytemuck::cast_slice_mut(row);
-                for (z, sums) in z[start - ranks.start..].iter_mut().zip(&sums[..block.len()]) {
-                    *z = simd::total(*sums);
+                for (z, sums) in z[start - ranks.start..].iter_mut().zip(&mut sums[..block.len()]) {
+                    *z = simd::total(std::mem::replace(sums, [0.0; LANES]));
                 }
             }
         }
@@ -50,38 +50,43 @@ impl Work for Shrink<'_> {
 }
 
 impl Shrink<'_> {
-    /// Adds the products of the job's rows with ranks `block` of A to `sums[row][rank]`.
-    fn sum(
+    /// Adds the products of the job's rows with ranks `block` of A to `sums[row][rank]`. Each element of A is
+    /// widened once for all rows, each of x once for all ranks of the block.
+    #[inline(always)]
+    fn sum<S: Simd>(
         &self,
+        simd: S,
         job: &Job<'_>,
         block: Range<usize>,
-        x_buffer: &mut [[f32; DEPTH]; RUN_ROWS],
+        x_buffer: &mut [f32],
         sums: &mut [[[f32; LANES]; RANKS]],
     ) {
-        let Launched { level, kernel, params, .. } = *self.launched;
+        let Launched { kernel, params, .. } = *self.launched;
         let width = params.in_features as usize;
         let (x_size, a_size) = (kernel.spec.act.size() as usize, kernel.spec.weight.size() as usize);
         let mut a_buffer = [[0.0; DEPTH]; GROUP];
         for k in (0..width).step_by(DEPTH) {
             let depth = DEPTH.min(width - k);
             let mut x: [&[f32]; RUN_ROWS] = [&[]; RUN_ROWS];
-            for (i, (x, buffer)) in x.iter_mut().zip(&mut *x_buffer).take(sums.len()).enumerate() {
+            for (i, (x, buffer)) in x.iter_mut().zip(x_buffer.chunks_mut(DEPTH)).enumerate() {
                 let at = ((job.run.row + i) * params.x_stride as usize + k) * x_size;
-                *x = simd::widen(level, kernel.spec.act, &self.x[at..][..depth * x_size], buffer);
+                *x = simd::widen(kernel.spec.act, &self.x[at..][..depth * x_size], buffer);
             }
             for r in block.clone().step_by(GROUP) {
                 let count = GROUP.min(block.end - r);
                 let mut a: [&[f32]; GROUP] = [&[]; GROUP];
                 for (i, (a, buffer)) in a.iter_mut().zip(&mut a_buffer).take(count).enumerate() {
                     let at = ((r + i) * params.a_stride as usize + k) * a_size;
-                    *a = simd::widen(level, kernel.spec.weight, &job.matrix[at..][..depth * a_size], buffer);
+                    *a = simd::widen(kernel.spec.weight, &job.matrix[at..][..depth * a_size], buffer);
                 }
                 for (x, sums) in x.iter().zip(&mut *sums) {
                     let sums = &mut sums[r - block.start..];
                     if count == GROUP {
-                        simd::dot(level, x, a, sums);
+                        simd::dot(simd, x, a, sums);
                     } else {
-                        a[..count].iter().zip(sums.chunks_mut(1)).for_each(|(a, sum)| simd::dot(level, x, [a], sum));
+                        for (a, sum) in a[..count].iter().zip(sums.chunks_mut(1)) {
+                            simd::dot(simd, x, [a], sum);
+                        }
                     }
                 }
             }

@@ -1,19 +1,26 @@
 //! The inner loops, compiled once for each vector unit and picked at run time.
 //!
-//! They are plain loops over fixed-size arrays which the compiler vectorises: lanes are independent
-//! sums, multiplied and added (never fused) in one order, so every vector unit gives the same bits.
+//! All are `#[inline(always)]`, so that they belong to the `dispatch!` that calls them: one call for
+//! each piece of work, none inside it. Sums run in lanes whose number and order are fixed here, and terms
+//! are multiplied and added, never fused: every vector unit gives the same bits.
 
-use fearless_simd::{Level, dispatch};
-use half::f16;
-use half::slice::HalfFloatSliceExt;
+use bytemuck::Pod;
+use fearless_simd::prelude::*;
+use fearless_simd::{Level, f32x16};
 
 use crate::dtype::DType;
 
-/// Independent sums of a dot product: term `k` goes to sum `k % LANES`.
+/// Independent sums of [`dot`]: term `k` goes to sum `k % LANES`.
 pub(super) const LANES: usize = 16;
 
-/// Outputs that [`accumulate`] takes at a time.
+/// Independent sums of [`project`]: term `r` goes to sum `r % CHUNK`.
+pub(super) const CHUNK: usize = 8;
+
+/// Outputs that [`pack`] and [`project`] take at a time.
 pub(super) const OUTPUTS: usize = 32;
+
+/// Ranks `CHUNK * c..CHUNK * (c + 1)` of [`OUTPUTS`] rows of B.
+pub(super) type Packed = [[f32; CHUNK]; OUTPUTS];
 
 /// The vector unit of this processor.
 pub(super) fn level() -> Level {
@@ -21,24 +28,23 @@ pub(super) fn level() -> Level {
 }
 
 /// `bytes`, whole elements of `dtype`, as f32: in place where they are, in `buffer` otherwise. Exact.
-pub(super) fn widen<'a>(level: Level, dtype: DType, bytes: &'a [u8], buffer: &'a mut [f32]) -> &'a [f32] {
-    if dtype == DType::F32 {
-        return bytemuck::cast_slice(bytes);
+#[inline(always)]
+pub(super) fn widen<'a>(dtype: DType, bytes: &'a [u8], buffer: &'a mut [f32]) -> &'a [f32] {
+    match dtype {
+        DType::F32 => bytemuck::cast_slice(bytes),
+        DType::F16 => widen_by(bytes, buffer, f16_value),
+        DType::Bf16 => widen_by(bytes, buffer, bf16_value),
     }
-    let out = &mut buffer[..bytes.len() / 2];
-    if dtype == DType::F16 {
-        bytemuck::cast_slice::<u8, f16>(bytes).convert_to_f32_slice(out);
-    } else {
-        dispatch!(level, _ => widen_bf16(bytemuck::cast_slice(bytes), out));
-    }
-    out
 }
 
 #[inline(always)]
-fn widen_bf16(from: &[u16], to: &mut [f32]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = bf16_value(*from);
+fn widen_by<'a>(bytes: &[u8], buffer: &'a mut [f32], value: impl Fn(u16) -> f32) -> &'a [f32] {
+    let from: &[u16] = bytemuck::cast_slice(bytes);
+    let out = &mut buffer[..from.len()];
+    for (out, from) in out.iter_mut().zip(from) {
+        *out = value(*from);
     }
+    out
 }
 
 /// The value of a bfloat16.
@@ -47,56 +53,89 @@ fn bf16_value(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// The value of an IEEE binary16, without branches.
+#[inline(always)]
+fn f16_value(bits: u16) -> f32 {
+    let bits = u32::from(bits);
+    let (sign, magnitude) = ((bits & 0x8000) << 16, bits & 0x7fff);
+    // Exponents are 15 apart from f32's 127; the largest stays the largest (infinity, NaN).
+    let bias = if magnitude >= 0x7c00 { 224 << 23 } else { 112 << 23 };
+    let normal = (magnitude << 13) + bias;
+    // Below that, multiples of 2^-24.
+    let subnormal = (magnitude as i32 as f32 * f32::from_bits(103 << 23)).to_bits();
+    f32::from_bits(sign | if magnitude < 0x400 { subnormal } else { normal })
+}
+
 /// Rounds `values` to `dtype`, to nearest and ties to even, each at the same index of `out`.
-pub(super) fn narrow(level: Level, dtype: DType, values: &[f32], out: &mut [u8]) {
+#[inline(always)]
+pub(super) fn narrow(dtype: DType, values: &[f32], out: &mut [u8]) {
     match dtype {
         DType::F32 => out.copy_from_slice(bytemuck::cast_slice(values)),
-        DType::F16 => bytemuck::cast_slice_mut::<u8, f16>(out).convert_from_f32_slice(values),
-        DType::Bf16 => dispatch!(level, _ => narrow_bf16(values, bytemuck::cast_slice_mut(out))),
+        DType::F16 => narrow_by(values, out, f16_bits),
+        DType::Bf16 => narrow_by(values, out, bf16_bits),
     }
 }
 
 #[inline(always)]
-fn narrow_bf16(from: &[f32], to: &mut [u16]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        let bits = from.to_bits();
-        // Rounding up may carry into the exponent, up to infinity, as it should.
-        let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1))) >> 16;
-        let nan = bits >> 16 | 0x40;
-        *to = if from.is_nan() { nan } else { rounded } as u16;
+fn narrow_by(values: &[f32], out: &mut [u8], bits: impl Fn(f32) -> u16) {
+    for (out, value) in bytemuck::cast_slice_mut(out).iter_mut().zip(values) {
+        *out = bits(*value);
     }
+}
+
+/// The bfloat16 next to `value`.
+#[inline(always)]
+fn bf16_bits(value: f32) -> u16 {
+    let bits = value.to_bits();
+    // Rounding up may carry into the exponent, up to infinity, as it should.
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let nan = bits >> 16 | 0x40;
+    (if value.is_nan() { nan } else { rounded }) as u16
+}
+
+/// The IEEE binary16 next to `value`, without branches.
+#[inline(always)]
+fn f16_bits(value: f32) -> u16 {
+    let (sign, magnitude) = (value.to_bits() >> 16 & 0x8000, value.to_bits() & 0x7fff_ffff);
+    // As for bfloat16, the carry included: 65,520 and above become infinity.
+    let normal = magnitude.wrapping_add(0xfff + (magnitude >> 13 & 1)).wrapping_sub(112 << 23) >> 13;
+    // Beside 0.5 an f32 has steps of 2^-24, binary16's smallest: the addition rounds.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
+    let finite = if magnitude < 113 << 23 { subnormal } else { normal };
+    (sign | if magnitude >= 143 << 23 { special } else { finite }) as u16
 }
 
 /// Adds the products of `x` with each of `rows`, all of one length, to that row's lanes.
-/// Lengths but the last must be multiples of [`LANES`] for the order of the sums to hold.
-pub(super) fn dot<const N: usize>(level: Level, x: &[f32], rows: [&[f32]; N], sums: &mut [[f32; LANES]]) {
-    dispatch!(level, _ => dot_lanes(x, rows, sums));
-}
-
+/// All blocks of a sum but its last must be multiples of [`LANES`] long, for the order to hold.
 #[inline(always)]
-fn dot_lanes<const N: usize>(x: &[f32], rows: [&[f32]; N], sums: &mut [[f32; LANES]]) {
+pub(super) fn dot<S: Simd, const N: usize>(simd: S, x: &[f32], rows: [&[f32]; N], sums: &mut [[f32; LANES]]) {
     let (x, x_rest) = x.as_chunks::<LANES>();
-    let rows = rows.map(|row| {
-        let (row, rest) = row.as_chunks::<LANES>();
-        (&row[..x.len()], &rest[..x_rest.len()])
-    });
-    let mut lanes: [[f32; LANES]; N] = std::array::from_fn(|i| sums[i]);
-    for k in 0..x.len() {
-        for n in 0..N {
-            for lane in 0..LANES {
-                lanes[n][lane] += x[k][lane] * rows[n].0[k][lane];
-            }
-        }
-    }
+    let mut whole: [&[[f32; LANES]]; N] = [&[]; N];
+    let mut rest: [&[f32]; N] = [&[]; N];
     for n in 0..N {
-        for lane in 0..x_rest.len() {
-            lanes[n][lane] += x_rest[lane] * rows[n].1[lane];
+        (whole[n], rest[n]) = rows[n].as_chunks();
+        (whole[n], rest[n]) = (&whole[n][..x.len()], &rest[n][..x_rest.len()]);
+    }
+    let sums = &mut sums[..N];
+    let mut lanes: [f32x16<S>; N] = std::array::from_fn(|n| sums[n].simd_into(simd));
+    for (k, x) in x.iter().enumerate() {
+        let x: f32x16<S> = (*x).simd_into(simd);
+        for n in 0..N {
+            let row: f32x16<S> = whole[n][k].simd_into(simd);
+            lanes[n] += x * row;
         }
     }
-    sums[..N].copy_from_slice(&lanes);
+    for (n, sums) in sums.iter_mut().enumerate() {
+        *sums = lanes[n].into();
+        for ((sum, x), row) in sums.iter_mut().zip(x_rest).zip(rest[n]) {
+            *sum += x * row;
+        }
+    }
 }
 
 /// The sum of the lanes, as a tree.
+#[inline(always)]
 pub(super) fn total(mut lanes: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
@@ -108,68 +147,61 @@ pub(super) fn total(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// Turns the first `depth` elements of `count` rows of `matrix`, `stride` elements apart, into f32
-/// columns: `out[r][row]`.
-pub(super) fn transpose(
-    level: Level,
-    dtype: DType,
-    matrix: &[u8],
-    [count, stride, depth]: [usize; 3],
-    out: &mut [[f32; OUTPUTS]],
-) {
-    let shape = [count, stride, depth];
+/// Widens the first `depth` elements of `count` rows of B, `stride` elements apart; ranks from `depth`
+/// to the end of their chunk become 0, outputs from `count` on keep what was there.
+#[inline(always)]
+pub(super) fn pack(dtype: DType, b: &[u8], shape: [usize; 3], out: &mut [Packed]) {
     match dtype {
-        DType::F32 => dispatch!(level, _ => transpose_by(bytemuck::cast_slice(matrix), shape, out, |v: f32| v)),
-        DType::F16 => dispatch!(level, _ => transpose_by(bytemuck::cast_slice(matrix), shape, out, f16_value)),
-        DType::Bf16 => dispatch!(level, _ => transpose_by(bytemuck::cast_slice(matrix), shape, out, bf16_value)),
+        DType::F32 => pack_by(b, shape, out, |v: f32| v),
+        DType::F16 => pack_by(b, shape, out, f16_value),
+        DType::Bf16 => pack_by(b, shape, out, bf16_value),
     }
 }
 
 #[inline(always)]
-fn transpose_by<T: Copy>(
-    matrix: &[T],
-    [count, stride, depth]: [usize; 3],
-    out: &mut [[f32; OUTPUTS]],
-    value: impl Fn(T) -> f32,
-) {
-    for n in 0..count {
-        for (column, v) in out.iter_mut().zip(&matrix[n * stride..][..depth]) {
-            column[n] = value(*v);
+fn pack_by<T: Pod>(b: &[u8], [count, stride, depth]: [usize; 3], out: &mut [Packed], value: impl Fn(T) -> f32) {
+    let b: &[T] = bytemuck::cast_slice(b);
+    for (c, out) in out.iter_mut().enumerate() {
+        let first = c * CHUNK;
+        for (n, out) in out.iter_mut().enumerate().take(count) {
+            let row = &b[n * stride + first..];
+            *out = match row.first_chunk::<CHUNK>() {
+                Some(chunk) if first + CHUNK <= depth => std::array::from_fn(|lane| value(chunk[lane])),
+                _ => std::array::from_fn(|lane| if first + lane < depth { value(row[lane]) } else { 0.0 }),
+            };
         }
     }
 }
 
-/// The value of an IEEE binary16, without branches.
+/// `sum_r b[n][r] * z[r]` for each output `n`; `z` in chunks as `b` is, padded with 0.
 #[inline(always)]
-fn f16_value(bits: u16) -> f32 {
-    let bits = u32::from(bits);
-    let (sign, magnitude) = ((bits & 0x8000) << 16, bits & 0x7fff);
-    // Exponents are 15 apart from f32's 127; the largest stays the largest (infinity, NaN).
-    let bias = if magnitude >= 0x7c00 { 224 << 23 } else { 112 << 23 };
-    let normal = (magnitude << 13) + bias;
-    let subnormal = (magnitude as f32 * f32::from_bits(0x3380_0000)).to_bits();
-    f32::from_bits(sign | if magnitude < 0x400 { subnormal } else { normal })
-}
-
-/// Adds `sum_r columns[r] * z[r]` to `sums`, `r` ascending.
-pub(super) fn accumulate(level: Level, columns: &[[f32; OUTPUTS]], z: &[f32], sums: &mut [f32; OUTPUTS]) {
-    dispatch!(level, _ => accumulate_columns(columns, z, sums));
-}
-
-#[inline(always)]
-fn accumulate_columns(columns: &[[f32; OUTPUTS]], z: &[f32], sums: &mut [f32; OUTPUTS]) {
-    let mut acc = *sums;
-    for (column, z) in columns.iter().zip(z) {
-        for n in 0..OUTPUTS {
-            acc[n] += column[n] * z;
+pub(super) fn project<S: Simd>(simd: S, b: &[Packed], z: &[[f32; CHUNK]]) -> [f32; OUTPUTS] {
+    const HALF: usize = OUTPUTS / 2;
+    let mut out = [0.0; OUTPUTS];
+    for (half, out) in out.as_chunks_mut::<HALF>().0.iter_mut().enumerate() {
+        // Two outputs to a vector, side by side.
+        let mut lanes = [f32x16::splat(simd, 0.0); CHUNK];
+        for (b, z) in b.iter().zip(z) {
+            let z: [f32; LANES] = bytemuck::cast([*z, *z]);
+            let z: f32x16<S> = z.simd_into(simd);
+            let b: &[[f32; LANES]; CHUNK] = bytemuck::cast_ref(&b.as_chunks::<HALF>().0[half]);
+            for n in 0..CHUNK {
+                let b: f32x16<S> = b[n].simd_into(simd);
+                lanes[n] += b * z;
+            }
         }
+        // Each step adds neighbouring lanes of two vectors and puts them in one.
+        let add = |a: f32x16<S>, b: f32x16<S>| simd.unzip_low_f32x16(a, b) + simd.unzip_high_f32x16(a, b);
+        let [a, b, c, d, e, f, g, h] = lanes;
+        *out = add(add(add(a, b), add(c, d)), add(add(e, f), add(g, h))).into();
     }
-    *sums = acc;
+    out
 }
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
+    use fearless_simd::dispatch;
+    use half::{bf16, f16};
 
     use super::*;
 
@@ -183,39 +215,52 @@ mod tests {
 
     #[test]
     fn bf16_and_f16_are_rounded_as_the_half_crate_does() {
-        let mut values: Vec<f32> = (0..u32::MAX).step_by(65_521).map(f32::from_bits).collect();
-        // Halfway between two neighbours, and next to that.
-        values.extend(
-            (0..=u16::MAX).flat_map(|b| [0x7fff, 0x8000, 0x8001].map(|l| f32::from_bits(u32::from(b) << 16 | l))),
-        );
-        let mut out = vec![0u16; values.len()];
-        narrow(level(), DType::Bf16, &values, bytemuck::cast_slice_mut(&mut out));
-        for (value, bits) in values.iter().zip(&out) {
-            assert_eq!(*bits, bf16::from_f32(*value).to_bits(), "{value:e}");
-        }
-        narrow(level(), DType::F16, &values, bytemuck::cast_slice_mut(&mut out));
-        for (value, bits) in values.iter().zip(&out) {
-            let found = f16::from_bits(*bits);
-            assert!(
-                found.to_bits() == f16::from_f32(*value).to_bits() || found.is_nan() && value.is_nan(),
-                "{value:e}"
-            );
+        let same = |value: f32| {
+            let (found, expected) = (bf16_bits(value), bf16::from_f32(value).to_bits());
+            assert_eq!(found, expected, "bf16 of {value:e}");
+            let (found, expected) = (f16::from_bits(f16_bits(value)), f16::from_f32(value));
+            assert!(found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan(), "f16 of {value:e}");
+        };
+        (0..u32::MAX).step_by(1021).map(f32::from_bits).for_each(same);
+        // Values of either type, halfway between two neighbours, and next to both.
+        for bits in 0..=u16::MAX {
+            let (bf16, f16) = (u32::from(bits) << 16, f16::from_bits(bits).to_f32().to_bits());
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                same(f32::from_bits(bf16 | low));
+            }
+            for low in [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff] {
+                same(f32::from_bits(f16.wrapping_add(low)));
+            }
+            // Halfway between subnormals of binary16.
+            same(f32::from(bits) * 2f32.powi(-25));
         }
     }
 
     #[test]
-    fn a_dot_product_in_blocks_has_the_bits_of_one_in_one_piece() {
-        let x: Vec<f32> = (0..1000).map(|i| (i as f32 * 0.37).sin()).collect();
-        let w: Vec<f32> = (0..1000).map(|i| (i as f32 * 0.11).cos()).collect();
-        let mut whole = [[0.0; LANES]];
-        dot(level(), &x, [&w], &mut whole);
-        let mut blocks = [[0.0; LANES]];
-        for (x, w) in x.chunks(16 * 7).zip(w.chunks(16 * 7)) {
-            dot(level(), x, [w], &mut blocks);
+    fn every_vector_unit_gives_the_same_bits() {
+        let wave = |len: usize, step: f32| -> Vec<f32> { (0..len).map(|i| (i as f32 * step).sin()).collect() };
+        let (x, w) = (wave(1003, 0.37), wave(1003, 0.11));
+        let mut b = vec![[[0.0; CHUNK]; OUTPUTS]; 3];
+        pack(DType::F32, bytemuck::cast_slice(&wave(OUTPUTS * 20, 0.07)), [OUTPUTS, 20, 20], &mut b);
+        let z: [[f32; CHUNK]; 3] = bytemuck::cast_slice(&wave(24, 0.9)).try_into().unwrap();
+        let mut found = Vec::new();
+        for level in [level(), Level::baseline()] {
+            let mut whole = [[0.0; LANES]];
+            dispatch!(level, simd => dot(simd, &x, [&w], &mut whole));
+            let mut blocks = [[0.0; LANES]];
+            for (x, w) in x.chunks(16 * 7).zip(w.chunks(16 * 7)) {
+                dispatch!(level, simd => dot(simd, x, [w], &mut blocks));
+            }
+            assert_eq!(whole, blocks, "in blocks");
+            found.push((whole, dispatch!(level, simd => project(simd, &b, &z))));
         }
-        let mut fallback = [[0.0; LANES]];
-        dot_lanes(&x, [&w], &mut fallback);
-        assert_eq!(whole, blocks);
-        assert_eq!(whole, fallback);
+        assert_eq!(found[0], found[1]);
+        let expected: f64 = x.iter().zip(&w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+        assert!((f64::from(total(found[0].0[0])) - expected).abs() < 1e-4);
+        for n in 0..OUTPUTS {
+            let expected: f64 =
+                (0..24).map(|r| f64::from(b[r / CHUNK][n][r % CHUNK]) * f64::from(z[r / CHUNK][r % CHUNK])).sum();
+            assert!((f64::from(found[0].1[n]) - expected).abs() < 1e-5, "output {n}");
+        }
     }
 }
