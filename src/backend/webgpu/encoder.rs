@@ -186,14 +186,6 @@ impl Inner {
         let (kernel, spec) = (launch.pipeline().kernel(), launch.pipeline().spec());
         let operand = kernel.operands()[index];
         let memory = self.memory(region)?;
-        let element = element_size(operand, spec.act.size());
-        if !region.offset().is_multiple_of(element) {
-            return Err(Error::shape(
-                format!("operand {} of {}", operand.name, kernel.name()),
-                format!("offset {}", region.offset()),
-                format!("a multiple of {element} bytes"),
-            ));
-        }
         // An empty region may lie at the buffer's very end; a binding holds something.
         let start = region.offset().min(memory.buffer.size() - GRAIN) & !(self.caps.binding_align - 1);
         let size = |len: u64| (region.offset() + len - start).max(1).next_multiple_of(GRAIN);
@@ -266,14 +258,6 @@ impl Inner {
                 }],
             })
         })
-    }
-}
-
-/// Bytes that the kernels take as the operand's unit.
-fn element_size(operand: Operand, act: u64) -> u64 {
-    match operand.name {
-        "x" | "y0" | "y1" | "y2" | "y3" => act,
-        _ => 4,
     }
 }
 
