@@ -11,6 +11,7 @@ mod devices;
 mod failure;
 mod progress;
 mod run;
+mod soak;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -63,6 +64,8 @@ enum Command {
     Apply(Box<apply::Apply>),
     /// Run the conformance suite on a device
     Conform(conform::Conform),
+    /// Serve rows while adapters come and go, and compare every row to the bit
+    Soak(soak::Soak),
 }
 
 /// Parses the arguments, runs the command, prints its error.
@@ -78,6 +81,7 @@ pub fn main() -> ExitCode {
         Command::Run(command) => command.run(&console),
         Command::Apply(command) => command.run(&console),
         Command::Conform(command) => command.run(&console),
+        Command::Soak(command) => command.run(&console),
     });
     let status = done.unwrap_or_else(|failure| {
         console.failure(&failure);
