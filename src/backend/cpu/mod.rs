@@ -235,11 +235,14 @@ fn threads_of_machine() -> NonZeroUsize {
 
 fn caps(threads: NonZeroUsize) -> Caps {
     let memory = host::memory().map_or(0, |m| m.total);
+    // `Avx2(Avx2 { .. })`: only the first word is for people.
+    let level = format!("{:?}", simd::level());
+    let level = level.split('(').next().unwrap_or_default();
     Caps {
         backend: "cpu",
         device: format!("{} ({threads} threads)", host::processor()),
         driver: format!("lorapool {}", env!("CARGO_PKG_VERSION")),
-        api: format!("{} {:?}", std::env::consts::ARCH, simd::level()).to_lowercase(),
+        api: format!("{} {level}", std::env::consts::ARCH).to_lowercase(),
         class: DeviceClass::Cpu,
         memory,
         layout: WeightLayout::SlotMajor,
