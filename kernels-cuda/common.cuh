@@ -119,7 +119,7 @@ DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, 
 // Index of this block among those of its site, whatever the grid was folded into.
 DEVICE u32 block_index() { return blockIdx.y * gridDim.x + blockIdx.x; }
 
-DEVICE u32 div_ceil(u32 a, u32 b) { return (a + b - 1) / b; }
+DEVICE u32 div_ceil(u32 a, u32 b) { return a / b + (a % b != 0); }
 
 // A tile of the batch, cut to the rows that belong to this launch.
 struct Rows {

@@ -82,10 +82,11 @@ impl List {
                 Command::Write { to, from, len } => check("cuMemcpyHtoDAsync", unsafe {
                     sys::cuMemcpyHtoDAsync_v2(*to, from.0.cast_const().cast(), *len, stream)
                 })?,
-                // SAFETY: `check_copy` found both regions as long as that and apart; they are kept as above.
-                Command::Copy { to, from, len } => {
-                    check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(*to, *from, *len, stream) })?
-                }
+                Command::Copy { to, from, len } => check(
+                    "cuMemcpyDtoDAsync",
+                    // SAFETY: `check_copy` found both regions as long as that and apart; they are kept as above.
+                    unsafe { sys::cuMemcpyDtoDAsync_v2(*to, *from, *len, stream) },
+                )?,
             }
         }
         Ok(())
@@ -102,7 +103,7 @@ impl Resolved {
         let [x, y, z] = self.groups;
         // SAFETY: the kernel takes `declared` addresses and then Params, as `arguments` points at; the driver
         // copies them before it returns and writes none. Launch::new found every operand as large as a kernel
-        // that keeps to the contract needs, and the encoder found them aligned and of this backend. They are
+        // that keeps to the contract needs, and aligned; the encoder found them of this backend. They are
         // kept as in `List::enqueue`.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
@@ -179,7 +180,6 @@ impl Encoder for CudaEncoder<'_> {
             let mut addresses = [0; MAX_OPERANDS];
             for (i, region) in operands.iter().enumerate() {
                 Memory::check(region, self.shared)?;
-                check_alignment(launch, i, region)?;
                 addresses[i] = region.ptr().0;
             }
             let groups = launch.groups(self.shared.device.caps.max_groups)?;
@@ -223,24 +223,4 @@ impl Encoder for CudaEncoder<'_> {
         list.owners.extend([dst.owner().clone(), src.owner().clone()]);
         Ok(())
     }
-}
-
-/// A kernel loads whole elements: an operand that is off its alignment would be a fault on the device, and the
-/// end of the context.
-fn check_alignment(launch: &Launch<'_>, operand: usize, region: &Region) -> Result<()> {
-    let (kernel, act) = (launch.pipeline().kernel(), launch.pipeline().spec().act.size());
-    let align = match kernel.operands().get(operand).map(|o| o.name) {
-        // Cells are absolute addresses, checked one by one in the kernel.
-        Some("weights") => 1,
-        Some("batch" | "tables" | "z") => 4,
-        _ => act,
-    };
-    if !region.ptr().0.is_multiple_of(align) {
-        return Err(Error::shape(
-            format!("operand {operand} of {}", kernel.name()),
-            format!("address {:?}", region.ptr()),
-            format!("a multiple of {align}"),
-        ));
-    }
-    Ok(())
 }
