@@ -1,7 +1,7 @@
 //! The base model as the loader needs it: which linears it has, under which paths, how wide. Shapes come from
 //! headers; no weight is read but where an adapter holds a copy of one.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -41,7 +41,19 @@ pub(super) enum Other {
     Conv,
     /// One dimension: a norm.
     Vector,
+    /// A quantised linear whose widths its files don't show.
+    Packed,
 }
+
+/// A module of the base by its weight.
+enum Module {
+    /// Widths of input and output.
+    Linear(usize, usize),
+    Other(Other),
+}
+
+/// Parameters by name.
+type Weights = HashMap<String, (Arc<Path>, TensorInfo)>;
 
 /// A base model's modules.
 #[derive(Clone, Debug, Default)]
@@ -52,7 +64,9 @@ pub struct BaseModel {
     by_path: HashMap<Arc<str>, usize>,
     others: HashMap<String, Other>,
     /// Parameters as the files name them, with the file that holds each.
-    weights: HashMap<String, (Arc<Path>, TensorInfo)>,
+    weights: Weights,
+    /// The head that is not stored, and the embedding whose weight it shares.
+    tied: Option<(String, String)>,
 }
 
 impl BaseModel {
@@ -122,9 +136,12 @@ impl BaseModel {
         self.others.get(path).copied()
     }
 
-    /// A parameter's declaration and the file that holds it.
+    /// A parameter's declaration and the file that holds it; of a tied head, the embedding's.
     pub(super) fn weight(&self, name: &str) -> Option<&(Arc<Path>, TensorInfo)> {
-        self.weights.get(name)
+        self.weights.get(name).or_else(|| {
+            let (head, embedding) = self.tied.as_ref()?;
+            (name.strip_suffix(".weight")? == head).then(|| self.weights.get(&format!("{embedding}.weight")))?
+        })
     }
 
     fn read(dir: &Path) -> Loaded<Self> {
@@ -142,7 +159,7 @@ impl BaseModel {
             }
             false => None,
         };
-        let mut weights = HashMap::new();
+        let mut weights = Weights::new();
         for path in weight_files(dir)? {
             let header = Header::read(&path)?;
             let path: Arc<Path> = path.into();
@@ -156,6 +173,7 @@ impl BaseModel {
         let derived = config.as_ref().map(|config| family::linears(&config_path, config));
         let mut shapes: HashMap<String, (usize, usize)> = HashMap::new();
         let mut others = HashMap::new();
+        let mut tied = None;
         match (weights.is_empty(), derived) {
             (true, None) => {
                 let message = format!("{source}: found neither config.json nor safetensors, expected a base model");
@@ -167,39 +185,23 @@ impl BaseModel {
                 others.extend(derived.embeddings.into_iter().map(|(path, (n, d))| (path, Other::Embedding(n, d))));
             }
             (false, derived) => {
-                let conv1d = stored_in_out(config.as_ref(), &weights);
-                let mut packed = HashSet::new();
-                for (name, (_, tensor)) in &weights {
-                    if let Some((path, found)) = quantised(name, tensor, &weights) {
-                        match found {
-                            Some(shape) => drop(shapes.insert(path.to_owned(), shape)),
-                            None => drop(packed.insert(path.to_owned())),
-                        }
-                        continue;
-                    }
-                    let Some(path) = name.strip_suffix(".weight") else { continue };
-                    match *tensor.shape {
-                        [rows, cols] if is_embedding(path) => {
-                            _ = others.insert(path.to_owned(), Other::Embedding(rows, cols))
-                        }
-                        [rows, cols] if conv1d && is_conv1d(path) => drop(shapes.insert(path.to_owned(), (rows, cols))),
-                        [rows, cols] => drop(shapes.insert(path.to_owned(), (cols, rows))),
-                        [_] => drop(others.insert(path.to_owned(), Other::Vector)),
-                        _ => drop(others.insert(path.to_owned(), Other::Conv)),
-                    }
-                }
                 // Widths of packed weights are not in their shapes; those of the config stand in.
-                if let Some(Ok(derived)) = derived {
-                    let unpacked = derived.linears.into_iter().filter(|(path, _)| packed.contains(path));
-                    shapes.extend(unpacked);
+                let derived = derived.and_then(Result::ok).unwrap_or_default();
+                for (path, module) in modules(config.as_ref(), &weights) {
+                    match (module, derived.linears.get(path)) {
+                        (Module::Linear(inputs, outputs), _) => _ = shapes.insert(path.to_owned(), (inputs, outputs)),
+                        (Module::Other(Other::Packed), Some(shape)) => _ = shapes.insert(path.to_owned(), *shape),
+                        (Module::Other(other), _) => _ = others.insert(path.to_owned(), other),
+                    }
                 }
-                if let Some((path, shape)) = tied_head(config.as_ref(), &shapes, &others) {
-                    shapes.insert(path, shape);
+                if let Some((path, shape, embedding)) = tied_head(config.as_ref(), &shapes, &others) {
+                    shapes.insert(path.clone(), shape);
+                    tied = Some((path, embedding));
                 }
             }
         }
         let shapes = shapes.into_iter().map(|(path, (inputs, outputs))| (path, inputs, outputs)).collect();
-        let base = Self { others, weights, ..Self::of_linears(source, shapes) };
+        let base = Self { others, weights, tied, ..Self::of_linears(source, shapes) };
         if base.linears.is_empty() {
             let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
             return Err(Reject::new(Code::BaseFile, message));
@@ -268,7 +270,7 @@ fn is_conv1d(path: &str) -> bool {
 }
 
 /// Whether those linears store their weight `[in][out]`. GPT-BigCode and Nemotron use the same names for plain linears.
-fn stored_in_out(config: Option<&Json>, weights: &HashMap<String, (Arc<Path>, TensorInfo)>) -> bool {
+fn stored_in_out(config: Option<&Json>, weights: &Weights) -> bool {
     match config.and_then(|c| c.get("model_type")).and_then(Json::as_str) {
         Some(model_type) => matches!(model_type, "gpt2" | "openai-gpt" | "imagegpt" | "decision_transformer" | "clvp"),
         // Without a config: q, k and v lie side by side in the output.
@@ -278,33 +280,47 @@ fn stored_in_out(config: Option<&Json>, weights: &HashMap<String, (Arc<Path>, Te
     }
 }
 
-/// A linear whose weight is packed: its path, and its widths where they can be told.
-fn quantised<'a>(
-    name: &'a str,
-    tensor: &TensorInfo,
-    weights: &HashMap<String, (Arc<Path>, TensorInfo)>,
-) -> Option<(&'a str, Option<(usize, usize)>)> {
+/// The modules that hold these weights.
+fn modules<'a>(config: Option<&Json>, weights: &'a Weights) -> impl Iterator<Item = (&'a str, Module)> {
+    let conv1d = stored_in_out(config, weights);
+    weights.iter().filter_map(move |(name, (_, tensor))| {
+        if let Some(found) = quantised(name, tensor, weights) {
+            return Some(found);
+        }
+        let path = name.strip_suffix(".weight")?;
+        Some((
+            path,
+            match *tensor.shape {
+                [rows, cols] if is_embedding(path) => Module::Other(Other::Embedding(rows, cols)),
+                [rows, cols] if conv1d && is_conv1d(path) => Module::Linear(rows, cols),
+                [rows, cols] => Module::Linear(cols, rows),
+                [_] | [] => Module::Other(Other::Vector),
+                _ => Module::Other(Other::Conv),
+            },
+        ))
+    })
+}
+
+/// A linear whose weight is quantised and packed, with its widths where its other tensors tell them.
+fn quantised<'a>(name: &'a str, tensor: &TensorInfo, weights: &Weights) -> Option<(&'a str, Module)> {
+    let packed = Module::Other(Other::Packed);
     if let Some(path) = name.strip_suffix(".qweight") {
-        // GPTQ packs 32/bits inputs into a word, AWQ as many outputs: the scales [groups][out] tell them apart.
-        let scales = weights.get(&format!("{path}.scales")).map(|(_, scales)| &*scales.shape);
+        // GPTQ packs inputs into words, AWQ outputs: the scales, [groups][out], tell them apart.
+        let shape = |tensor: &str| weights.get(&format!("{path}.{tensor}")).map(|(_, tensor)| &*tensor.shape);
         return Some((
             path,
-            match (&*tensor.shape, scales) {
-                ([rows, packed], Some([_, out])) if packed != out && out % packed == 0 => Some((*rows, *out)),
-                ([_, cols], Some([_, out])) if cols == out => {
-                    let inputs = weights.get(&format!("{path}.g_idx")).and_then(|(_, g)| g.shape.first().copied());
-                    inputs.map(|inputs| (inputs, *out))
-                }
-                _ => None,
+            match (&*tensor.shape, shape("scales"), shape("g_idx")) {
+                ([rows, words], Some([_, outputs]), _) if words < outputs => Module::Linear(*rows, *outputs),
+                ([_, cols], Some([_, outputs]), Some([inputs])) if cols == outputs => Module::Linear(*inputs, *outputs),
+                _ => packed,
             },
         ));
     }
     if let Some(path) = name.strip_suffix(".weight_packed") {
-        return Some((path, None));
+        return Some((path, packed));
     }
     let path = name.strip_suffix(".weight")?;
-    let packed = tensor.dtype == Dtype::U8 && weights.contains_key(&format!("{name}.absmax"));
-    packed.then_some((path, None))
+    (tensor.dtype == Dtype::U8 && weights.contains_key(&format!("{name}.absmax"))).then_some((path, packed))
 }
 
 /// The output head of a model that ties it to the input embedding and so does not store it.
@@ -312,7 +328,7 @@ fn tied_head(
     config: Option<&Json>,
     shapes: &HashMap<String, (usize, usize)>,
     others: &HashMap<String, Other>,
-) -> Option<(String, (usize, usize))> {
+) -> Option<(String, (usize, usize), String)> {
     let tied = config?.get("tie_word_embeddings").and_then(Json::as_bool).unwrap_or(false);
     let head = |path: &str| matches!(path.rsplit('.').next(), Some("lm_head" | "embed_out" | "decoder"));
     if !tied || shapes.keys().any(|path| head(path)) {
@@ -322,7 +338,7 @@ fn tied_head(
         |path: &&String| matches!(path.rsplit('.').next(), Some("embed_tokens" | "wte" | "embed_in" | "shared"));
     let embedding = others.iter().filter(|(path, _)| input(path)).min_by_key(|(path, _)| path.len())?;
     match embedding.1 {
-        Other::Embedding(vocabulary, width) => Some(("lm_head".to_owned(), (*width, *vocabulary))),
+        Other::Embedding(vocabulary, width) => Some(("lm_head".to_owned(), (*width, *vocabulary), embedding.0.clone())),
         _ => None,
     }
 }

@@ -142,6 +142,17 @@ impl PeftAdapterConfig {
         })
     }
 
+    /// Reads an `adapter_config.json`, with the remarks that it was accepted with.
+    ///
+    /// # Errors
+    /// [`Error::Reject`](crate::Error::Reject) for a file that is no config, and for one that asks for anything but
+    /// plain LoRA; parts that only tensors can show are judged by [`load`](super::load).
+    pub fn from_file(path: impl AsRef<Path>) -> crate::Result<(Self, Vec<Notice>)> {
+        let mut notices = Vec::new();
+        let config = Self::read(path.as_ref(), &mut notices)?;
+        Ok((config, notices))
+    }
+
     /// Reads a config, refusing what would not be plain LoRA. Parts that only tensors can show (biases, whole
     /// modules) are judged with the tensors.
     pub(super) fn read(path: &Path, notices: &mut Vec<Notice>) -> Loaded<Self> {
@@ -285,7 +296,7 @@ struct Fields<'a> {
     notices: &'a mut Vec<Notice>,
 }
 
-impl Fields<'_> {
+impl<'a> Fields<'a> {
     fn config(mut self) -> Loaded<PeftAdapterConfig> {
         let Json::Object(items) = self.json else {
             let message = format!("{}: found {}, expected a JSON object", self.name, self.json);
@@ -338,7 +349,13 @@ impl Fields<'_> {
             );
         }
         let r = match self.set("r") {
-            Some(value) => self.rank("r", value)?,
+            Some(value) => {
+                let r = self.rank("r", value)?;
+                if matches!(value, Json::Float(_)) {
+                    self.notice("N_CONFIG_RANK_FLOAT", &format!("has r {value}; taken as {r}"));
+                }
+                r
+            }
             None => {
                 self.notice("N_CONFIG_NO_R", "has no r; PEFT's default, 8, counts");
                 PEFT_DEFAULT
@@ -389,7 +406,7 @@ impl Fields<'_> {
     }
 
     /// The value of a field that is there and not null.
-    fn set(&self, field: &str) -> Option<&Json> {
+    fn set(&self, field: &str) -> Option<&'a Json> {
         self.json.get(field).filter(|value| **value != Json::Null)
     }
 

@@ -16,7 +16,7 @@ use super::keys::{Key, Part};
 use super::pattern::{Pattern, names};
 use super::reject::{Code, Loaded, Reject};
 use super::resolve::{Wanted, resolve};
-use super::site::SiteId;
+use super::site::{LoraModule, SiteId};
 use super::weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};
 use crate::contract::MAX_RANK;
 use crate::dtype::DType;
@@ -238,6 +238,11 @@ impl Reading<'_> {
             let (name, dtype) = (tensor.name.to_string(), tensor.dtype.to_string());
             tensors.push(TensorFate { name, dtype, shape: tensor.shape.to_vec(), fate, site });
         }
+        let wide: Vec<_> = header.tensors.iter().filter(|t| t.dtype == Dtype::F64).map(|t| &*t.name).collect();
+        if !wide.is_empty() {
+            self.note("N_F64", format!("F64, rounded to F32: {}", listed(&wide)));
+        }
+        self.check_widths(&host);
         if !unapplied.is_empty() {
             let found: Vec<_> = unapplied.iter().map(|t| t.name.as_str()).collect();
             self.note("N_HEAD", format!("not applied here, for the host to apply: {}", listed(&found)));
@@ -593,6 +598,34 @@ impl Reading<'_> {
                 (DType::F32, narrow)
             }
         })
+    }
+
+    /// Without a base, a module whose widths change from layer to layer is all that can be seen of tensors from
+    /// another model. Some models are built so.
+    fn check_widths(&mut self, pairs: &[HostPair]) {
+        if self.base.is_some() {
+            return;
+        }
+        let mut first: BTreeMap<&LoraModule, &HostPair> = BTreeMap::new();
+        let mut odd = None;
+        for pair in pairs {
+            let before = *first.entry(&pair.site.module).or_insert(pair);
+            if (before.in_features(), before.out_features()) != (pair.in_features(), pair.out_features()) {
+                odd = odd.or(Some((before, pair)));
+            }
+        }
+        if let Some((before, pair)) = odd {
+            let message = format!(
+                "widths change between layers: {} has {} inputs and {} outputs, {} has {} and {}; give the base to check them",
+                before.site.path,
+                before.in_features(),
+                before.out_features(),
+                pair.site.path,
+                pair.in_features(),
+                pair.out_features()
+            );
+            self.note("N_WIDTHS_VARY", message);
+        }
     }
 
     /// `target_modules`, `layers_to_transform`: what they say and the tensors don't, and the reverse.

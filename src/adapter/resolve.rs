@@ -161,6 +161,10 @@ fn missing(file: &str, wanted: &Wanted<'_>, base: &BaseModel, by_tail: &HashMap<
         Some(Other::Conv) => {
             Reject::new(Code::ConvLora, format!("{at} is for {module}, which is a convolution in {}", base.source()))
         }
+        Some(Other::Packed) => Reject::new(
+            Code::BaseFamily,
+            format!("{at} is for {module}, whose widths the packed weights of {} don't show", base.source()),
+        ),
         Some(Other::Vector) => Reject::new(
             Code::NotInBase,
             format!("{at} is for {module}, whose weight in {} has one dimension, expected a linear", base.source()),

@@ -1,0 +1,147 @@
+//! Loaded pairs against PEFT's own numbers, and against a reading of the files that shares no code with the loader.
+
+mod loader_support;
+
+use std::collections::BTreeMap;
+
+use loader_support::{Tensor, base, fixtures, json_file, read_tensors};
+use lorapool::DType;
+use lorapool::adapter::{Adapter, HostPair, load};
+use serde_json::Value;
+
+/// Fixtures that load, with their bases.
+fn accepted() -> Vec<(String, Adapter)> {
+    let table = json_file(&fixtures().join("verdicts.json"));
+    let table = table.as_object().unwrap();
+    let accepted = table.iter().filter(|(_, expected)| expected["verdict"] == "accept");
+    accepted
+        .map(|(case, expected)| {
+            let base = base(expected["base"].as_str().unwrap());
+            (case.clone(), load(fixtures().join(case), Some(&base)).unwrap())
+        })
+        .collect()
+}
+
+/// `scale * B * A * x` for each row of `x`, in f64.
+fn delta(pair: &HostPair, scale: f64, x: &Tensor) -> Vec<f64> {
+    let (a, b) = (pair.a.values(), pair.b.values());
+    let (rank, inputs) = (pair.rank(), pair.in_features());
+    let mut out = Vec::new();
+    for x in x.values.chunks(inputs) {
+        let z: Vec<f64> = a.chunks(inputs).map(|a| a.iter().zip(x).map(|(a, x)| f64::from(*a) * x).sum()).collect();
+        for b in b.chunks(rank) {
+            let sum: f64 = b.iter().zip(&z).map(|(b, z)| f64::from(*b) * z).sum();
+            out.push(scale * sum);
+        }
+    }
+    out
+}
+
+#[test]
+fn every_accepted_fixture_gives_pefts_outputs() {
+    let mut compared = 0;
+    for (case, adapter) in accepted() {
+        let path = fixtures().join(&case).join("expected.safetensors");
+        if !path.exists() {
+            continue;
+        }
+        let expected = read_tensors(&path);
+        for pair in &adapter.pairs {
+            let get = |part: &str| &expected[&format!("{}|{part}", pair.site.path)];
+            // Kernels take the scale in f32; PEFT has it in f64.
+            let (_, scale) = adapter.config.scales().unwrap().of(&pair.site.path).unwrap();
+            assert_eq!(pair.scale, scale as f32);
+            let found = delta(pair, scale, get("x"));
+            for ((d, base), y) in found.iter().zip(&get("y_base").values).zip(&get("y").values) {
+                assert!((base + d - y).abs() < 1e-9, "{case} {}: {} {y}", pair.site.path, base + d);
+                compared += 1;
+            }
+        }
+        // PEFT changed no other linear.
+        for (name, y) in &expected {
+            if let Some(path) = name.strip_suffix("|y")
+                && !adapter.pairs.iter().any(|pair| &*pair.site.path == path)
+                && !adapter.unapplied.iter().any(|tensor| tensor.name.starts_with(path))
+            {
+                assert_eq!(y.values, expected[&format!("{path}|y_base")].values, "{case} {path} is not applied");
+            }
+        }
+    }
+    assert!(compared > 10_000, "{compared}");
+}
+
+#[test]
+fn ranks_scales_and_widths_are_pefts() {
+    let mut compared = 0;
+    for (case, adapter) in accepted() {
+        let meta = json_file(&fixtures().join(&case).join("meta.json"));
+        let Some(modules) = meta["modules"].as_object() else { continue };
+        let linears: BTreeMap<&str, &Value> = modules
+            .iter()
+            .filter(|(_, m)| matches!(m["kind"].as_str(), Some("Linear" | "Conv1D")))
+            .map(|(path, m)| (path.as_str(), m))
+            .collect();
+        let found: Vec<&str> = adapter.pairs.iter().map(|pair| &*pair.site.path).collect();
+        let mut sorted = found.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, linears.keys().copied().collect::<Vec<_>>(), "{case}");
+        for pair in &adapter.pairs {
+            let meta = linears[&*pair.site.path];
+            assert_eq!(pair.rank() as u64, meta["r"].as_u64().unwrap(), "{case} {}", pair.site.path);
+            assert_eq!(pair.scale, meta["scaling"].as_f64().unwrap() as f32, "{case} {}", pair.site.path);
+            assert_eq!(pair.in_features() as u64, meta["in"].as_u64().unwrap(), "{case} {}", pair.site.path);
+            assert_eq!(pair.out_features() as u64, meta["out"][0].as_u64().unwrap(), "{case} {}", pair.site.path);
+            compared += 1;
+        }
+    }
+    assert!(compared > 100, "{compared}");
+}
+
+#[test]
+fn weights_are_the_files_to_the_bit() {
+    for (case, adapter) in accepted() {
+        let dir = fixtures().join(&case);
+        let dir = if case == "43_named_subfolder" { dir.join("style_v2") } else { dir };
+        let tensors = read_tensors(&dir.join("adapter_model.safetensors"));
+        for fate in &adapter.tensors {
+            let tensor = &tensors[&fate.name];
+            assert_eq!(fate.shape, tensor.shape);
+            let Some(pair) = adapter.pairs.iter().find(|pair| pair.site.path == fate.site) else { continue };
+            let matrix = if fate.name.contains("lora_A") { &pair.a } else { &pair.b };
+            let exact: Vec<f32> = tensor.values.iter().map(|v| *v as f32).collect();
+            assert_eq!(matrix.values(), exact, "{case} {}", fate.name);
+        }
+        assert_eq!(adapter.tensors.len(), tensors.len());
+    }
+}
+
+#[test]
+fn the_same_content_has_the_same_digest_under_any_spelling() {
+    let digest = |case: &str| load(fixtures().join(case), Some(&base("llama"))).unwrap().digest;
+    let plain = digest("05_r1");
+    for case in ["d_default_infix", "d_no_prefix", "d_double_prefix", "d_language_model_prefix", "d_config_bom"] {
+        assert_eq!(digest(case), plain, "{case}");
+    }
+    for case in ["04_rslora_r6", "d_config_alpha_float", "d_config_alpha_zero", "d_mixed_dtype"] {
+        assert_ne!(digest(case), plain, "{case}");
+    }
+}
+
+#[test]
+fn a_host_matrix_converts_with_one_rounding_and_names_what_overflows() {
+    let adapter = load(fixtures().join("03_plain_bf16"), None).unwrap();
+    for pair in &adapter.pairs {
+        for matrix in [&pair.a, &pair.b] {
+            for dtype in DType::ALL {
+                let converted = dtype.decode(&matrix.to(dtype).unwrap());
+                let expected: Vec<f32> = matrix.values().iter().map(|v| dtype.round(*v)).collect();
+                assert_eq!(converted, expected);
+            }
+        }
+    }
+    let mut matrix = adapter.pairs[0].a.clone();
+    let at = matrix.cols + 3;
+    matrix.bytes[2 * at..2 * at + 2].copy_from_slice(&half::bf16::from_f32(70_000.0).to_le_bytes());
+    assert_eq!(matrix.to(DType::F16), Err((at, half::bf16::from_f32(70_000.0).to_f32())));
+    assert!(matrix.to(DType::F32).is_ok());
+}
