@@ -511,8 +511,10 @@ impl Reading<'_> {
     fn narrow_scale(&self, module: &str, scale: f64) -> Loaded<f32> {
         let narrow = scale as f32;
         if !narrow.is_finite() {
-            let message =
-                format!("{CONFIG} beside {}: the scale of {module} is {scale:e}, beyond the range of f32", self.file);
+            let message = format!(
+                "{CONFIG} beside {}: lora_alpha or alpha_pattern scales {module} by {scale:e}, beyond the range of f32",
+                self.file
+            );
             return Err(Reject::new(Code::ConfigAlpha, message));
         }
         Ok(narrow)
