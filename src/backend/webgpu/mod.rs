@@ -2,7 +2,7 @@
 //!
 //! What a step costs here is encoding: WebGPU has neither addresses nor reusable command buffers, so each
 //! launch sets a bind group (cached) and an offset into a uniform buffer. Blocking waits are all in
-//! [`Inner::wait`], [`Inner::poll`] and `block_on`, since a browser can't have them.
+//! `Inner::poll`, `Inner::read` and `block_on`, since a browser can't have them.
 
 mod encoder;
 mod graph;
