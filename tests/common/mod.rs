@@ -111,3 +111,18 @@ impl Rig {
         u64::from_le_bytes(digest[..8].try_into().unwrap()).max(1)
     }
 }
+
+/// Every backend that opens here. One that `REQUIRE_BACKENDS` names must.
+pub fn backends() -> Vec<Arc<dyn GpuBackend>> {
+    let required = std::env::var("REQUIRE_BACKENDS").unwrap_or_default();
+    let required: Vec<&str> = required.split(',').collect();
+    let open_one = |name: &'static str| match open(name, 0) {
+        Ok(gpu) => Some(gpu),
+        Err(error) if required.contains(&name) => panic!("{name} is required: {error}"),
+        Err(error) => {
+            eprintln!("skipped {name}: {error}");
+            None
+        }
+    };
+    lorapool::backend::names().into_iter().filter_map(open_one).collect()
+}

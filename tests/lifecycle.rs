@@ -1,0 +1,189 @@
+//! What a slot's next adapter may inherit from its last one: nothing. With PEFT's adapters, on every backend.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Rig, adapter, backends, sites};
+use lorapool::DType;
+use lorapool::adapter::{Adapter, BaseModel, load};
+use lorapool::backend::{GpuBackend, Graph};
+use lorapool::manager::{LoraAdapterInput, LoraWeights, Options, SlotRef, Source};
+use lorapool::ops::{Applier, Matrix, Op, Output};
+use lorapool::pool::{Capacity, Plan, PoolSpec, SiteSpec};
+
+const ROWS: u32 = 5;
+
+/// Adapters of the llama fixtures: every rank, scale, type and coverage that the loader accepts for that base.
+const FIXTURES: [&str; 12] = [
+    "01_plain_f32",
+    "02_plain_f16",
+    "03_plain_bf16",
+    "04_rslora_r6",
+    "05_r1",
+    "06_r72_over_hidden",
+    "07_rank_pattern",
+    "08_rank_pattern_rslora",
+    "09_layers_to_transform",
+    "11_all_linear",
+    "12_exclude_modules",
+    "26c_pattern_overlap",
+];
+
+fn fixtures() -> Vec<(&'static str, Adapter)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let base = BaseModel::open(root.join("_base/llama")).unwrap();
+    FIXTURES.into_iter().map(|name| (name, load(root.join(name), Some(&base)).unwrap())).collect()
+}
+
+/// All sites that any of the fixtures covers, in a pool of `max_loras` slots.
+fn spec(adapters: &[(&'static str, Adapter)], max_loras: u32) -> PoolSpec {
+    PoolSpec::for_adapters(adapters.iter().map(|(_, adapter)| adapter), max_loras, DType::F32).unwrap()
+}
+
+/// A step over every site, captured once.
+struct Captured {
+    gpu: Arc<dyn GpuBackend>,
+    applier: Applier,
+    graph: Box<dyn Graph>,
+    outputs: Vec<Matrix>,
+    base: Vec<Vec<u8>>,
+}
+
+impl Captured {
+    fn new(weights: &LoraWeights, op: Op) -> Self {
+        let (gpu, pool) = (weights.gpu(), weights.storage());
+        let capacity = Capacity { rows: ROWS, tiles: ROWS };
+        let applier = Applier::new(&**gpu, pool, DType::F32, capacity).unwrap();
+        let upload = |width: u32, salt: u32| {
+            let value = |i: u32| ((i * 29 + salt * 17) % 64) as f32 / 64.0 - 0.5;
+            let bytes: Vec<u8> = (0..ROWS * width).flat_map(|i| value(i).to_le_bytes()).collect();
+            let region = gpu.alloc(bytes.len() as u64, "activations").unwrap();
+            gpu.submit(&mut |encoder| encoder.write(&region, &bytes)).unwrap();
+            (region, bytes)
+        };
+        let site = |(i, site): (usize, &SiteSpec)| {
+            let x = Matrix::new(upload(site.in_features, i as u32).0, site.in_features);
+            let (origin, base) = upload(site.out_features, 100 + i as u32);
+            let y = Matrix::new(gpu.alloc(origin.len(), "y").unwrap(), site.out_features);
+            (x, origin, y, base)
+        };
+        let all: Vec<_> = pool.sites().iter().enumerate().map(site).collect();
+        let graph = gpu
+            .capture(&mut |encoder| {
+                for (i, (x, origin, y, _)) in all.iter().enumerate() {
+                    encoder.copy(y.region(), origin)?;
+                    applier.encode(encoder, pool, op, capacity, x, &[Output { site: i, y }])?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        let (outputs, base) = all.into_iter().map(|(_, _, y, base)| (y, base)).unzip();
+        Self { gpu: gpu.clone(), applier, graph, outputs, base }
+    }
+
+    /// Replays the step; each site's outputs.
+    fn replay(&self, slots: [i32; ROWS as usize]) -> Vec<Vec<u8>> {
+        let plan = Plan::from_slots(slots);
+        let capacity = self.applier.capacity();
+        self.gpu.submit(&mut |encoder| self.applier.write_batch(encoder, &plan, capacity)).unwrap();
+        self.graph.replay().unwrap();
+        self.outputs.iter().map(|y| self.gpu.read(y.region()).unwrap()).collect()
+    }
+}
+
+#[test]
+fn after_any_other_adapter_a_slot_gives_the_bits_of_a_fresh_pool_and_one_captured_graph_serves_all() {
+    let adapters = fixtures();
+    for gpu in backends() {
+        let backend = gpu.caps().backend;
+        for op in Op::ALL {
+            let fresh: Vec<_> = adapters
+                .iter()
+                .map(|(name, adapter)| {
+                    let input = LoraAdapterInput { name, adapter };
+                    let weights = LoraWeights::load(&gpu, spec(&adapters, 1), &[input]).unwrap();
+                    Captured::new(&weights, op).replay([0, 0, -1, 0, -1])
+                })
+                .collect();
+            let mut weights = LoraWeights::load(&gpu, spec(&adapters, 2), &[]).unwrap();
+            let step = Captured::new(&weights, op);
+            assert_eq!(step.replay([-1; ROWS as usize]), step.base, "{backend}: nothing loaded, nothing added");
+            for (first, p) in &adapters {
+                for (index, (second, q)) in adapters.iter().enumerate() {
+                    weights.swap(1, LoraAdapterInput { name: first, adapter: p }).unwrap();
+                    step.replay([1; ROWS as usize]);
+                    weights.swap(1, LoraAdapterInput { name: second, adapter: q }).unwrap();
+                    let found = step.replay([1, 1, -1, 1, -1]);
+                    assert_eq!(found, fresh[index], "{backend} {}: {second} after {first}", op.name());
+                    for (site, base) in weights.storage().sites().iter().zip(found.iter().zip(&step.base)) {
+                        let covered = q.pairs.iter().any(|pair| pair.site == site.id);
+                        let (found, base) = base;
+                        assert!(covered || found == base, "{backend}: {second} does not cover {}", site.id.path);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_captured_graph_stays_right_through_evictions_reordered_rows_and_base_rows() {
+    let adapters = fixtures();
+    for gpu in backends() {
+        let mut weights = LoraWeights::load(&gpu, spec(&adapters, 3), &[]).unwrap();
+        let step = Captured::new(&weights, Op::Bgmv);
+        // What each adapter gives each row, from a batch of that adapter alone.
+        let alone: Vec<_> = adapters
+            .iter()
+            .map(|(name, adapter)| {
+                weights.swap(0, LoraAdapterInput { name, adapter }).unwrap();
+                step.replay([0; ROWS as usize])
+            })
+            .collect();
+        weights.clear(0).unwrap();
+        assert_eq!(step.replay([0; ROWS as usize]), step.base, "a cleared slot adds nothing");
+        let mut held: [Option<usize>; 3] = [None; 3];
+        for turn in 0..24usize {
+            let (slot, index) = (turn * 7 % 3, turn * 5 % adapters.len());
+            if held.contains(&Some(index)) {
+                continue;
+            }
+            let (name, adapter) = &adapters[index];
+            weights.swap(slot, LoraAdapterInput { name, adapter }).unwrap();
+            held[slot] = Some(index);
+            let slots: [i32; ROWS as usize] = std::array::from_fn(|row| (row * (turn + 1)) as i32 % 4 - 1);
+            let found = step.replay(slots);
+            for (site, base) in step.base.iter().enumerate() {
+                let row_bytes = base.len() / ROWS as usize;
+                for (row, slot) in slots.iter().enumerate() {
+                    let holder = usize::try_from(*slot).ok().and_then(|slot| held[slot]);
+                    let expected = holder.map_or(base, |index| &alone[index][site]);
+                    let range = row * row_bytes..(row + 1) * row_bytes;
+                    assert_eq!(found[site][range.clone()], expected[range], "{} turn {turn}", gpu.caps().backend);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ten_thousand_loads_and_unloads_leave_host_memory_flat() {
+    let rig = Rig::new(2, Options::default());
+    let resident = || memory_stats::memory_stats().unwrap().physical_mem;
+    let versions: Vec<_> = (0..4).map(|seed| Arc::new(adapter(&sites(), 4, seed))).collect();
+    let mut after_warm_up = 0;
+    for cycle in 0..10_000 {
+        rig.manager.load("p", Source::Memory(versions[cycle % 4].clone())).unwrap();
+        rig.manager.unload("p").unwrap();
+        if cycle == 1000 {
+            after_warm_up = resident();
+        }
+    }
+    let grown = resident().saturating_sub(after_warm_up);
+    assert!(grown < 4 << 20, "{grown} bytes more after 9,000 cycles");
+    assert!(rig.manager.status().residents.is_empty());
+    rig.manager.load("p", Source::Memory(versions[1].clone())).unwrap();
+    assert_eq!(rig.row(SlotRef::Slot(rig.manager.acquire("p").unwrap().slot())), rig.alone(1));
+}
