@@ -19,7 +19,7 @@ use serde_json::{Map, Value, json};
 static HEAP: PeakAlloc = PeakAlloc;
 
 /// Inputs in the time of a debug build; fewer only on a machine that can't do them in [`PATIENCE`].
-const INPUTS: usize = 12_000;
+const INPUTS: usize = 30_000;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What a load may take beyond four times its files: path strings, messages, compiled patterns.
@@ -33,7 +33,7 @@ fn damaged_adapters_neither_panic_nor_allocate_nor_hide_their_name() {
     let weights = fs::read(plain.join("adapter_model.safetensors")).unwrap();
     let pattern_config = fs::read(fixtures().join("07_rank_pattern/adapter_config.json")).unwrap();
     let base = base("llama");
-    // In memory where the system has such a place: writing 24,000 files is most of the time on a disk.
+    // In memory where the system has such a place: writing twice as many files is most of the time on a disk.
     let memory = Path::new("/dev/shm");
     let dir = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
     let start = Instant::now();

@@ -113,7 +113,7 @@ impl Json {
 }
 
 impl fmt::Display for Json {
-    /// As in the file, cut after some forty characters.
+    /// As in the file, shortened.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Json::Null => f.write_str("null"),
@@ -135,7 +135,7 @@ impl fmt::Display for Json {
     }
 }
 
-/// The first forty characters of untrusted text, for messages.
+/// The first 120 characters of untrusted text, for messages.
 pub(super) fn excerpt(text: &str) -> String {
     let mut short: String = text.chars().take(120).collect();
     if short.len() < text.len() {

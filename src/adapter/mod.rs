@@ -5,14 +5,18 @@ mod base;
 mod config;
 mod family;
 mod file;
+mod float;
 mod header;
 mod json;
+mod judge;
 mod keys;
 mod load;
 mod pattern;
+mod reading;
 mod reject;
 mod resolve;
 mod site;
+mod targets;
 mod weights;
 
 pub use audit::{Audit, AuditSite, TensorCounts, Verdict, audit};

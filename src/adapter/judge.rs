@@ -1,0 +1,229 @@
+//! What each tensor of a file is for: a part that is applied, the host's to apply, or refused by name.
+
+use std::path::Path;
+
+use super::file;
+use super::float::Float;
+use super::header::{Header, TensorInfo};
+use super::json::excerpt;
+use super::keys::{Key, Part};
+use super::load::CONFIG;
+use super::pattern::names;
+use super::reading::{Reading, bytes_of, listed};
+use super::reject::{Code, Loaded, Reject};
+
+/// Modules whose whole weights the host applies: the heads of tasks.
+const HEADS: &[&str] = &[
+    "classifier",
+    "score",
+    "pre_classifier",
+    "qa_outputs",
+    "classification_head",
+    "v_head",
+    "value_head",
+    "reward_head",
+    "regression_head",
+];
+
+/// What a tensor is for.
+pub(super) enum Use {
+    A,
+    B,
+    ForHost,
+    BaseCopy,
+}
+
+impl Reading<'_> {
+    /// One adapter a file: keys with two adapters' names would be mixed into one.
+    pub(super) fn check_adapter_names(&self, header: &Header, keys: &[Key<'_>]) -> Loaded<()> {
+        let mut first: Option<(&TensorInfo, Option<&str>)> = None;
+        for (tensor, key) in header.tensors.iter().zip(keys) {
+            if !matches!(key.part, Part::A | Part::B) {
+                continue;
+            }
+            match first {
+                None => first = Some((tensor, key.adapter)),
+                Some((before, name)) if name != key.adapter => {
+                    let said = |name: Option<&str>| name.map_or("no name".to_owned(), |n| format!("{:?}", excerpt(n)));
+                    let message = format!(
+                        "{} is of adapter {}, {:?} of {}; expected one adapter",
+                        self.at(tensor),
+                        said(key.adapter),
+                        excerpt(&before.name),
+                        said(name)
+                    );
+                    return Err(Reject::new(Code::SeveralAdapters, message));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// What each tensor is for. Kinds that are refused come before copies that differ: they say more.
+    pub(super) fn judge_all(&self, header: &Header, keys: &[Key<'_>]) -> Loaded<Vec<Use>> {
+        let (mut uses, mut later) = (Vec::with_capacity(keys.len()), None);
+        for (tensor, key) in header.tensors.iter().zip(keys) {
+            match self.judge(tensor, key) {
+                Ok(used) => uses.push(used),
+                Err(reject) if reject.code == Code::BaseLayer => later = later.or(Some(reject)),
+                Err(reject) => return Err(reject),
+            }
+        }
+        later.map_or(Ok(uses), Err)
+    }
+
+    /// What a tensor is for, by its key and the config.
+    fn judge(&self, tensor: &TensorInfo, key: &Key<'_>) -> Loaded<Use> {
+        let refuse = |code: Code, what: &str| {
+            Err(Reject::new(code, format!("{} {what}: {} Not supported", self.at(tensor), code.describe())))
+        };
+        match key.part {
+            Part::A | Part::B if key.module.is_empty() => refuse(Code::UnknownTensor, "names no module"),
+            Part::A | Part::B => match self.parameter(key.module) {
+                Some(code) => refuse(code, &format!("is for {}", key.module)),
+                None if key.part == Part::A => Ok(Use::A),
+                None => Ok(Use::B),
+            },
+            Part::BiasOfB => refuse(Code::LoraBias, "is a bias of lora_B"),
+            Part::EmbeddingA | Part::EmbeddingB => refuse(Code::EmbeddingLora, "is for an embedding"),
+            Part::Magnitude => refuse(Code::Dora, "holds magnitudes"),
+            Part::Tokens => refuse(Code::TrainableTokens, "holds token rows"),
+            Part::BaseBias => refuse(Code::BaseBias, "is a bias of the base"),
+            Part::BaseWeight => self.judge_copy(tensor, key, Code::BaseLayer),
+            Part::Whole => self.judge_whole(tensor, key),
+            Part::Foreign(method) => {
+                let code = match method {
+                    "AdaLoRA" => Code::PeftAdalora,
+                    "KaSA" => Code::Kasa,
+                    "IA3" => Code::PeftIa3,
+                    "LoHa" => Code::PeftLoha,
+                    "LoKr" => Code::PeftLokr,
+                    "VeRA" => Code::PeftVera,
+                    "OFT" => Code::PeftOft,
+                    "prompt tuning" => Code::PeftPrompt,
+                    _ => Code::UnknownTensor,
+                };
+                let message = format!("{} is a part of {method}, expected lora_A and lora_B", self.at(tensor));
+                Err(Reject::new(code, message))
+            }
+            Part::Original | Part::Unknown => refuse(Code::UnknownTensor, "has no place"),
+        }
+    }
+
+    /// Modules that are no linears: expert weights and other parameters.
+    fn parameter(&self, module: &str) -> Option<Code> {
+        if module.split('.').any(|segment| segment == "experts") {
+            return Some(Code::ExpertLora);
+        }
+        let module = module.strip_suffix(".base_layer").unwrap_or(module);
+        let of = |parameter: &String| parameter.rsplit_once('.').is_some_and(|(owner, _)| names(owner, module));
+        self.config.target_parameters.iter().any(of).then_some(Code::RouterLora)
+    }
+
+    /// A whole weight or bias: a task's head is the host's, anything else would be lost.
+    fn judge_whole(&self, tensor: &TensorInfo, key: &Key<'_>) -> Loaded<Use> {
+        let saved = key.adapter.is_some() || self.config.modules_to_save.iter().any(|name| names(name, key.module));
+        let head = key.module.split('.').any(|segment| HEADS.contains(&segment))
+            && !key.module.split('.').any(|segment| segment.bytes().all(|b| b.is_ascii_digit()));
+        if head {
+            return Ok(Use::ForHost);
+        }
+        if saved {
+            let message = format!(
+                "{} replaces {} of the base whole: {} Not supported",
+                self.at(tensor),
+                key.module,
+                Code::ModulesToSave.describe()
+            );
+            return Err(Reject::new(Code::ModulesToSave, message));
+        }
+        if tensor.name.ends_with(".bias") && self.config.bias != "none" {
+            let message =
+                format!("{} is a bias of the base: {} Not supported", self.at(tensor), Code::BaseBias.describe());
+            return Err(Reject::new(Code::BaseBias, message));
+        }
+        // PEFT adds these two when it finds the vocabulary resized, or is asked to.
+        let leaf = key.module.rsplit('.').next().unwrap_or(key.module);
+        if matches!(leaf, "embed_tokens" | "lm_head" | "wte" | "embed_in" | "embed_out" | "word_embeddings" | "shared")
+        {
+            return self.judge_copy(tensor, key, Code::ModulesToSave);
+        }
+        let message = format!("{}: {}", self.at(tensor), Code::UnknownTensor.describe());
+        Err(Reject::new(Code::UnknownTensor, message))
+    }
+
+    /// A copy of the base's weight may be passed over when it is one.
+    fn judge_copy(&self, tensor: &TensorInfo, key: &Key<'_>, code: Code) -> Loaded<Use> {
+        let name = format!("{}.weight", key.module);
+        let Some((path, of_base)) = self.base.and_then(|base| base.weight(&name)) else {
+            let message = format!(
+                "{} is said to be the base's {name}, but there is no base with that weight to compare it with",
+                self.at(tensor)
+            );
+            return Err(Reject::new(code, message));
+        };
+        let map = file::map(path)?;
+        let of_base_bytes = bytes_of(&map, path, of_base)?;
+        let bytes = bytes_of(self.map, Path::new(self.file), tensor)?;
+        let equal = tensor.shape == of_base.shape
+            && match (Float::of(tensor.dtype), Float::of(of_base.dtype)) {
+                (Some(a), Some(b)) if a == b => bytes == of_base_bytes,
+                (Some(a), Some(b)) => a.values(bytes).eq(b.values(of_base_bytes)),
+                _ => false,
+            };
+        if equal {
+            return Ok(Use::BaseCopy);
+        }
+        let message = format!(
+            "{} ({} {:?}) differs from {name} of {} ({} {:?}), so it replaces a weight of the base: not supported",
+            self.at(tensor),
+            tensor.dtype,
+            tensor.shape,
+            path.display(),
+            of_base.dtype,
+            of_base.shape
+        );
+        Err(Reject::new(code, message))
+    }
+
+    /// Config fields that promise tensors of a kind that is refused.
+    pub(super) fn check_parts(&mut self) -> Loaded<()> {
+        let config = self.config;
+        let refuse = |code: Code, field: &str| {
+            let message = format!("{CONFIG} beside {}: {field} is set: {} Not supported", self.file, code.describe());
+            Err(Reject::new(code, message))
+        };
+        if config.use_dora {
+            return refuse(Code::Dora, "use_dora");
+        }
+        if config.lora_bias {
+            return refuse(Code::LoraBias, "lora_bias");
+        }
+        if config.trainable_token_indices.is_some() {
+            return refuse(Code::TrainableTokens, "trainable_token_indices");
+        }
+        if config.bias != "none" {
+            self.note("N_BIAS_ABSENT", format!("the config says bias {:?}, but no bias was saved", config.bias));
+        }
+        Ok(())
+    }
+
+    /// All tensors that have no place, in one message.
+    pub(super) fn all_unknown(&self, header: &Header, keys: &[Key<'_>]) -> Box<Reject> {
+        let unknown = |(tensor, key): (&TensorInfo, &Key<'_>)| match self.judge(tensor, key) {
+            Err(reject) if reject.code == Code::UnknownTensor => Some(tensor.name.to_string()),
+            _ => None,
+        };
+        let found: Vec<_> = header.tensors.iter().zip(keys).filter_map(unknown).collect();
+        let found: Vec<_> = found.iter().map(String::as_str).collect();
+        let message = format!(
+            "{}: {} of {} tensors are no part of a LoRA adapter and can't be ignored: {}",
+            self.file,
+            found.len(),
+            header.tensors.len(),
+            listed(&found)
+        );
+        Reject::new(Code::UnknownTensor, message)
+    }
+}

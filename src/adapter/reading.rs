@@ -1,0 +1,304 @@
+//! One safetensors file being read into an [`Adapter`].
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use mmap_io::MemoryMappedFile;
+use safetensors::Dtype;
+
+use super::base::BaseModel;
+use super::config::PeftAdapterConfig;
+use super::file;
+use super::float::Float;
+use super::header::{Header, TensorInfo};
+use super::json::excerpt;
+use super::judge::Use;
+use super::keys::Key;
+use super::load::CONFIG;
+use super::reject::{Code, Loaded, Reject};
+use super::resolve::{Wanted, resolve};
+use super::site::SiteId;
+use super::weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};
+use crate::contract::MAX_RANK;
+use crate::dtype::DType;
+
+/// One file being read.
+pub(super) struct Reading<'a> {
+    pub file: &'a str,
+    pub map: &'a MemoryMappedFile,
+    pub config: &'a PeftAdapterConfig,
+    pub base: Option<&'a BaseModel>,
+    pub notices: &'a mut Vec<Notice>,
+}
+
+impl Reading<'_> {
+    pub(super) fn adapter(mut self, header: &Header) -> Loaded<Adapter> {
+        let keys: Vec<_> = header.tensors.iter().map(|t| Key::parse(&t.name)).collect();
+        self.check_adapter_names(header, &keys)?;
+        let uses = match self.judge_all(header, &keys) {
+            Err(reject) if reject.code == Code::UnknownTensor => return Err(self.all_unknown(header, &keys)),
+            other => other?,
+        };
+        self.check_parts()?;
+        // Pairs by module.
+        let mut sides: BTreeMap<&str, [Option<&TensorInfo>; 2]> = BTreeMap::new();
+        for ((tensor, key), used) in header.tensors.iter().zip(&keys).zip(&uses) {
+            let side = match used {
+                Use::A => 0,
+                Use::B => 1,
+                _ => continue,
+            };
+            if let Some(first) = sides.entry(key.module).or_default()[side].replace(tensor) {
+                let message =
+                    format!("{} and {:?} are the same part of one module", self.at(first), excerpt(&tensor.name));
+                return Err(Reject::new(Code::TensorDuplicate, message));
+            }
+        }
+        let mut pairs = Vec::with_capacity(sides.len());
+        for (module, [a, b]) in &sides {
+            match (a, b) {
+                (Some(a), Some(b)) => pairs.push((*module, *a, *b)),
+                (Some(one), None) | (None, Some(one)) => {
+                    let other = if a.is_some() { "lora_B" } else { "lora_A" };
+                    let message = format!("{}: {module} has no {other} beside it", self.at(one));
+                    return Err(Reject::new(Code::Unpaired, message));
+                }
+                (None, None) => {}
+            }
+        }
+        if pairs.is_empty() {
+            let message = format!(
+                "{}: none of its {} tensors is a LoRA pair; the adapter would answer like the base",
+                self.file,
+                header.tensors.len()
+            );
+            return Err(Reject::new(Code::NoTensors, message));
+        }
+        // Shapes before places: a damaged tensor is named as such whatever the base.
+        let scales = self.config.scales().map_err(|e| self.pattern(e))?;
+        let scale = self.narrow_scale("modules that no pattern names", self.config.scaling())?;
+        let mut rated = Vec::with_capacity(pairs.len());
+        for (module, a, b) in pairs {
+            let (rank, scale) = scales.of(module).map_err(|e| self.pattern(e))?;
+            self.check_pair(module, a, b, rank)?;
+            rated.push((module, a, b, self.narrow_scale(module, scale)?));
+        }
+        let wanted: Vec<_> =
+            rated.iter().map(|(_, a, ..)| Wanted { name: &a.name, key: Key::parse(&a.name) }).collect();
+        let paths = resolve(self.file, &wanted, self.base, self.notices)?;
+        let sites = self.sites(rated.iter().map(|(module, ..)| paths[module].as_str()));
+        self.check_targets(rated.iter().map(|(module, ..)| *module));
+        let mut host = Vec::with_capacity(rated.len());
+        for ((_, a, b, scale), site) in rated.into_iter().zip(sites) {
+            self.check_base(&site, a, b)?;
+            let (a, b) = (self.matrix(a)?, self.matrix(b)?);
+            host.push(HostPair { site, a, b, scale });
+        }
+        let mut unapplied = Vec::new();
+        let mut tensors = Vec::with_capacity(header.tensors.len());
+        let mut copies = Vec::new();
+        for ((tensor, key), used) in header.tensors.iter().zip(&keys).zip(&uses) {
+            let fate = match used {
+                Use::A | Use::B => Fate::Applied,
+                Use::BaseCopy => {
+                    copies.push(&*tensor.name);
+                    Fate::BaseCopy
+                }
+                Use::ForHost => {
+                    let leaf = tensor.name.rsplit('.').next().unwrap_or_default();
+                    let (dtype, bytes) = self.elements(tensor)?;
+                    let name = format!("{}.{leaf}", key.module);
+                    unapplied.push(HostTensor { name, dtype, shape: tensor.shape.to_vec(), bytes });
+                    Fate::ForHost
+                }
+            };
+            let site = paths.get(key.module).map_or(key.module, String::as_str).into();
+            let (name, dtype) = (tensor.name.to_string(), tensor.dtype.to_string());
+            tensors.push(TensorFate { name, dtype, shape: tensor.shape.to_vec(), fate, site });
+        }
+        let wide: Vec<_> = header.tensors.iter().filter(|t| t.dtype == Dtype::F64).map(|t| &*t.name).collect();
+        if !wide.is_empty() {
+            self.note("N_F64", format!("F64, rounded to F32: {}", listed(&wide)));
+        }
+        self.check_widths(&host);
+        if !unapplied.is_empty() {
+            let found: Vec<_> = unapplied.iter().map(|t| t.name.as_str()).collect();
+            self.note("N_HEAD", format!("not applied here, for the host to apply: {}", listed(&found)));
+        }
+        if !copies.is_empty() {
+            self.note("N_BASE_COPY", format!("equal to the base's own and passed over: {}", listed(&copies)));
+        }
+        let mut adapter = Adapter::new(self.config.clone(), scale, host, unapplied);
+        adapter.tensors = tensors;
+        Ok(adapter)
+    }
+
+    pub(super) fn note(&mut self, code: &'static str, message: String) {
+        self.notices.push(Notice { code, message: format!("{}: {message}", self.file) });
+    }
+
+    pub(super) fn at(&self, tensor: &TensorInfo) -> String {
+        format!("{}: tensor {:?}", self.file, excerpt(&tensor.name))
+    }
+
+    fn pattern(&self, error: super::PatternError) -> Box<Reject> {
+        Reject::new(Code::ConfigPattern, format!("{} beside {}: {error}", CONFIG, self.file))
+    }
+
+    /// Dimensions of a pair, and its rank against the config's.
+    fn check_pair(&self, module: &str, a: &TensorInfo, b: &TensorInfo, rank: usize) -> Loaded<()> {
+        for (tensor, part, expected) in [(a, "lora_A", "[rank, in]"), (b, "lora_B", "[out, rank]")] {
+            let shape = &tensor.shape;
+            let (code, why) = match shape.len() {
+                _ if shape.contains(&0) => (Code::TensorEmpty, Code::TensorEmpty.describe()),
+                2 => continue,
+                3.. => (Code::ConvLora, Code::ConvLora.describe()),
+                _ => (Code::TensorShape, "Was it gathered before it was saved (DeepSpeed, FSDP)?"),
+            };
+            let message = format!("{} has shape {shape:?}, expected {expected} for {part}. {why}", self.at(tensor));
+            return Err(Reject::new(code, message));
+        }
+        let ([a_rows, a_cols], [b_rows, b_cols]) = (&*a.shape, &*b.shape) else { return Ok(()) };
+        let swapped = a_cols == b_rows && (a_rows != b_cols || (*a_cols == rank && *a_rows != rank));
+        if swapped {
+            let message = format!(
+                "{} has shape {:?} and lora_B {:?}, expected [{rank}, in] and [out, {rank}]: the two are exchanged or transposed",
+                self.at(a),
+                a.shape,
+                b.shape
+            );
+            return Err(Reject::new(Code::Swapped, message));
+        }
+        if a_rows != b_cols {
+            let message = format!(
+                "{} has shape {:?}, so rank {a_rows}, but lora_B has {:?}, so rank {b_cols}; expected one rank",
+                self.at(a),
+                a.shape,
+                b.shape
+            );
+            return Err(Reject::new(Code::TensorShape, message));
+        }
+        if *a_rows != rank {
+            let message = format!(
+                "{} has rank {a_rows}, but the config (r or rank_pattern) gives {module} rank {rank}",
+                self.at(a)
+            );
+            return Err(Reject::new(Code::RankMismatch, message));
+        }
+        if rank > MAX_RANK as usize {
+            let message = format!("{} has rank {rank}, expected at most {MAX_RANK}", self.at(a));
+            return Err(Reject::new(Code::RankLimit, message));
+        }
+        Ok(())
+    }
+
+    /// The scale as kernels take it.
+    fn narrow_scale(&self, module: &str, scale: f64) -> Loaded<f32> {
+        let narrow = scale as f32;
+        if !narrow.is_finite() {
+            let message = format!(
+                "{CONFIG} beside {}: lora_alpha or alpha_pattern scales {module} by {scale:e}, beyond the range of f32",
+                self.file
+            );
+            return Err(Reject::new(Code::ConfigAlpha, message));
+        }
+        Ok(narrow)
+    }
+
+    /// The sites at these paths, named as in the base.
+    fn sites<'p>(&self, paths: impl Iterator<Item = &'p str>) -> Vec<SiteId> {
+        match self.base {
+            Some(base) => {
+                paths.map(|p| base.linear(p).map_or_else(|| SiteId::from_path(p), |l| l.site.clone())).collect()
+            }
+            None => SiteId::of_paths(paths),
+        }
+    }
+
+    /// Widths against the base's.
+    fn check_base(&self, site: &SiteId, a: &TensorInfo, b: &TensorInfo) -> Loaded<()> {
+        let Some((base, linear)) = self.base.and_then(|base| Some((base, base.linear(&site.path)?))) else {
+            return Ok(());
+        };
+        let (inputs, outputs) = (a.shape[1], b.shape[0]);
+        if inputs != linear.in_features {
+            let message = format!(
+                "{} has {inputs} columns, expected {}: the inputs of {} in {}",
+                self.at(a),
+                linear.in_features,
+                site.path,
+                base.source()
+            );
+            return Err(Reject::new(Code::BaseShape, message));
+        }
+        if outputs != linear.out_features {
+            let head = matches!(site.path.rsplit('.').next(), Some("lm_head" | "embed_out" | "decoder"));
+            let code = if head { Code::Vocabulary } else { Code::BaseShape };
+            let message = format!(
+                "{} has {outputs} rows, expected {}: the outputs of {} in {}",
+                self.at(b),
+                linear.out_features,
+                site.path,
+                base.source()
+            );
+            return Err(Reject::new(code, message));
+        }
+        Ok(())
+    }
+
+    fn matrix(&self, tensor: &TensorInfo) -> Loaded<HostMatrix> {
+        let (dtype, bytes) = self.elements(tensor)?;
+        Ok(HostMatrix { dtype, rows: tensor.shape[0], cols: tensor.shape[1], bytes })
+    }
+
+    /// A tensor's elements, copied out of the file; F64 is narrowed to F32.
+    fn elements(&self, tensor: &TensorInfo) -> Loaded<(DType, Vec<u8>)> {
+        let Some(float) = Float::of(tensor.dtype) else {
+            let message = format!("{} has dtype {}, expected F32, F16, BF16 or F64", self.at(tensor), tensor.dtype);
+            return Err(Reject::new(Code::Dtype, message));
+        };
+        let bytes = bytes_of(self.map, Path::new(self.file), tensor)?;
+        let fault = |at: usize, code: Code, found: String| {
+            let index = match *tensor.shape {
+                [_, cols] => format!("[{}, {}]", at / cols, at % cols),
+                _ => format!("[{at}]"),
+            };
+            Reject::new(code, format!("{}: element {index} is {found}", self.at(tensor)))
+        };
+        if let Some(at) = float.first_not_finite(bytes) {
+            let value = float.values(bytes).nth(at).unwrap_or(f64::NAN);
+            return Err(fault(at, Code::NotFinite, format!("{value}, expected a finite number")));
+        }
+        Ok(match float {
+            Float::F32 => (DType::F32, bytes.to_vec()),
+            Float::F16 => (DType::F16, bytes.to_vec()),
+            Float::Bf16 => (DType::Bf16, bytes.to_vec()),
+            Float::F64 => {
+                let mut narrow = Vec::with_capacity(bytes.len() / 2);
+                for (at, value) in float.values(bytes).enumerate() {
+                    let single = value as f32;
+                    if single.is_infinite() {
+                        return Err(fault(at, Code::Range, format!("{value:e}, beyond the range of f32")));
+                    }
+                    narrow.extend_from_slice(&single.to_le_bytes());
+                }
+                (DType::F32, narrow)
+            }
+        })
+    }
+}
+
+/// A tensor's bytes in its file's map.
+pub(super) fn bytes_of<'m>(map: &'m MemoryMappedFile, path: &Path, tensor: &TensorInfo) -> Loaded<&'m [u8]> {
+    map.as_slice_bytes(tensor.start, tensor.end - tensor.start).map_err(|e| file::unreadable(path, &e))
+}
+
+/// The first few names, and how many there are.
+pub(super) fn listed(names: &[&str]) -> String {
+    const SHOWN: usize = 5;
+    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| excerpt(name)).collect();
+    match names.len().checked_sub(SHOWN) {
+        None | Some(0) => shown.join(", "),
+        Some(more) => format!("{} and {more} more", shown.join(", ")),
+    }
+}
