@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use lorapool::DType;
-use lorapool::adapter::{self, Adapter, BaseModel, Linear};
-use lorapool::pool::{PoolSpec, SiteSpec};
+use lorapool::adapter::{self, Adapter, BaseModel};
+use lorapool::pool::PoolSpec;
 
 use super::failure::Failure;
 
@@ -85,11 +85,5 @@ pub fn pool_spec<'a>(
     };
     let ranks = all.iter().flat_map(|named| &named.adapter.pairs).map(|pair| pair.rank());
     let max_rank = ranks.max().unwrap_or(1) as u32;
-    let site = |linear: &Linear| SiteSpec {
-        id: linear.site.clone(),
-        in_features: linear.in_features as u32,
-        out_features: linear.out_features as u32,
-    };
-    let sites = base.linears().iter().map(site).collect();
-    Ok(PoolSpec { sites, max_rank, max_loras, dtype })
+    Ok(PoolSpec::for_base(base, max_rank, max_loras, dtype))
 }

@@ -104,8 +104,9 @@ fn usage(error: &clap::Error) -> ExitCode {
     let json = std::env::args_os().any(|arg| arg == "--json");
     let text = error.render().to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
-    let text = if json { text.lines().next().unwrap_or(text) } else { text };
-    let failure = Failure::usage(text);
+    // In JSON what is wrong, without how it is done right.
+    let paragraph = text.split("\n\n").next().unwrap_or(text).split_whitespace().collect::<Vec<_>>().join(" ");
+    let failure = Failure::usage(if json { paragraph } else { text.to_owned() });
     Console::new(json).failure(&failure);
     ExitCode::from(failure.status() as u8)
 }

@@ -1,6 +1,6 @@
 //! What a pool is made for: the sites of a model, and how much room each slot has there.
 
-use crate::adapter::{Adapter, HostPair, LoraModule, SiteId};
+use crate::adapter::{Adapter, BaseModel, HostPair, Linear, LoraModule, SiteId};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -70,6 +70,16 @@ impl PoolSpec {
             }
         }
         Ok(Self { sites, max_rank, max_loras, dtype })
+    }
+
+    /// A pool for any adapter of a base: every linear is a site.
+    pub fn for_base(base: &BaseModel, max_rank: u32, max_loras: u32, dtype: DType) -> Self {
+        let site = |linear: &Linear| SiteSpec {
+            id: linear.site.clone(),
+            in_features: linear.in_features as u32,
+            out_features: linear.out_features as u32,
+        };
+        Self { sites: base.linears().iter().map(site).collect(), max_rank, max_loras, dtype }
     }
 
     /// Sites that read one input, as far as their names say: q, k, v; gate, up. Every site is in one group.

@@ -206,7 +206,8 @@ fn nearest(path: &str, sites: &[SiteSpec]) -> String {
         let from_start = path.split('.').zip(site.id.path.split('.')).take_while(|(a, b)| a == b).count();
         from_end + from_start
     };
-    match sites.iter().max_by_key(common) {
+    // The first of the best.
+    match sites.iter().rev().max_by_key(common) {
         Some(site) if common(&site) > 0 => format!("; the nearest of {} is {:?}", sites.len(), site.id.path),
         _ => String::new(),
     }

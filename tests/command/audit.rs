@@ -1,0 +1,114 @@
+//! `lorapool audit`
+
+use crate::{cases, fixture, lorapool};
+
+/// Cases that are accepted; every other one is rejected.
+const ACCEPTED: &[&str] = &[
+    "01_plain_f32",
+    "02_plain_f16",
+    "03_plain_bf16",
+    "04_rslora_r6",
+    "05_r1",
+    "06_r72_over_hidden",
+    "07_rank_pattern",
+    "08_rank_pattern_rslora",
+    "09_layers_to_transform",
+    "10_target_regex_string",
+    "11_all_linear",
+    "12_exclude_modules",
+    "13_fused_qkv_phi3",
+    "13b_headdim_not_hidden_over_heads",
+    "14_gpt2_conv1d",
+    "15_bert_seqcls",
+    "26c_pattern_overlap",
+    "43_named_subfolder",
+    "d_config_alpha_float",
+    "d_config_alpha_zero",
+    "d_config_bom",
+    "d_config_no_peft_type",
+    "d_config_null_patterns",
+    "d_config_old_peft",
+    "d_config_r_float",
+    "d_config_unknown_fields",
+    "d_default_infix",
+    "d_double_prefix",
+    "d_f64",
+    "d_language_model_prefix",
+    "d_mixed_dtype",
+    "d_no_prefix",
+];
+
+/// A batch of other cases, and no adapter itself.
+const BATCH: &str = "42_batch_mixed";
+
+#[test]
+fn every_fixture_gets_its_verdict_with_exit_code_and_reason() {
+    let cases = cases();
+    let mut accepted = Vec::new();
+    for (case, base) in cases.iter().filter(|(case, _)| case != BATCH) {
+        let ran = lorapool(["audit", &fixture(case), "--base", &fixture(base), "--json"]);
+        let document = ran.json();
+        assert_eq!(ran.stderr, "", "{case}");
+        assert!(document["notices"].is_array() && document["tensors"]["total"].is_u64(), "{case}: {document}");
+        if document["verdict"] == "accept" {
+            assert_eq!(ran.code, 0, "{case}");
+            assert!(
+                document["code"].is_null() && document["tensors"]["applied"].as_u64() > Some(0),
+                "{case}: {document}"
+            );
+            assert!(document["slot_bytes"].as_u64() > Some(0), "{case}");
+            for site in document["sites"].as_array().unwrap() {
+                for field in ["layer", "rank", "in", "out"] {
+                    assert!(site[field].is_u64(), "{case}: {field} of {site}");
+                }
+                assert!(
+                    site["scale"].is_f64() && site["site"].is_string() && site["module"].is_string(),
+                    "{case}: {site}"
+                );
+            }
+            accepted.push(case.as_str());
+        } else {
+            assert_eq!((ran.code, document["verdict"].as_str()), (2, Some("reject")), "{case}");
+            assert!(document["code"].as_str().is_some_and(|code| code.starts_with("E_")), "{case}: {document}");
+            assert!(document["message"].as_str().is_some_and(|text| text.contains(case)), "{case}: {document}");
+            assert_eq!(document["sites"].as_array().unwrap().len(), 0, "{case}");
+        }
+    }
+    accepted.sort_unstable();
+    assert_eq!(accepted, ACCEPTED);
+}
+
+#[test]
+fn a_site_has_the_rank_scale_and_widths_that_peft_gave_it() {
+    let ran = lorapool(["audit", &fixture("04_rslora_r6"), "--base", &fixture("_base/llama"), "--json"]);
+    let document = ran.json();
+    let site = &document["sites"][0];
+    assert_eq!(site["site"], "model.layers.0.self_attn.q_proj");
+    assert_eq!((&site["layer"], &site["module"]), (&0.into(), &"q_proj".into()));
+    assert_eq!((&site["rank"], &site["in"], &site["out"]), (&6.into(), &48.into(), &48.into()));
+    assert!((site["scale"].as_f64().unwrap() - 12.0 / 6f64.sqrt()).abs() < 1e-6);
+    assert_eq!(document["tensors"], serde_json::json!({ "applied": 8, "total": 8 }));
+}
+
+#[test]
+fn the_text_ends_with_the_verdict() {
+    let ran = lorapool(["audit", &fixture("01_plain_f32")]);
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    assert!(ran.stdout.lines().last().unwrap().starts_with("accept 14 sites, 28 of 28 tensors"), "{}", ran.stdout);
+    let ran = lorapool(["audit", &fixture("23_dora"), "--base", &fixture("_base/llama")]);
+    assert_eq!((ran.code, ran.stderr.as_str()), (2, ""));
+    assert!(ran.stdout.lines().last().unwrap().starts_with("reject E_DORA: "), "{}", ran.stdout);
+}
+
+#[test]
+fn what_is_not_there_or_not_a_directory_is_rejected_and_a_bad_base_is_an_error() {
+    let document = |path: &str| {
+        let ran = lorapool(["audit", path, "--json"]);
+        assert_eq!(ran.code, 2, "{ran:?}");
+        ran.json()
+    };
+    assert_eq!(document("/nonexistent/adapter")["code"], "E_NOT_FOUND");
+    assert_eq!(document(&fixture("INDEX.json"))["code"], "E_NOT_A_DIRECTORY");
+    let ran = lorapool(["audit", &fixture("05_r1"), "--base", "/nonexistent/base", "--json"]);
+    ran.fails(1, "E_NOT_FOUND", &["base", "/nonexistent/base"]);
+}
