@@ -14,3 +14,8 @@ pub mod pool;
 pub use dtype::DType;
 pub use error::{Error, Holder, Result};
 pub use memory::{Allocation, DevicePtr, Region};
+
+/// The README's program, compiled and run with the documentation's tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -289,8 +289,10 @@ fn text(report: &Report) -> String {
             out += &remark(&line.name, notice);
         }
     }
-    if !report.passed_over.is_empty() {
-        out += &dim(format!("passed over: {}\n", report.passed_over.join(", ")));
+    match &report.passed_over[..] {
+        [] => {}
+        few if few.len() <= 4 => out += &dim(format!("passed over: {}\n", few.join(", "))),
+        many => out += &dim(format!("passed over: {} and {} more tensors\n", many[..3].join(", "), many.len() - 3)),
     }
     out
 }
