@@ -7,6 +7,7 @@ mod apply_errors;
 mod audit;
 mod devices;
 mod run;
+mod suites;
 mod usage;
 
 use std::path::{Path, PathBuf};

@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use crate::{command, finish, fixture, lorapool};
 
-const COMMANDS: [&str; 5] = ["devices", "audit", "run", "apply", "conform"];
+const COMMANDS: [&str; 6] = ["devices", "audit", "run", "apply", "conform", "soak"];
 
 #[test]
 fn help_lists_every_command_and_each_one_has_examples() {
