@@ -129,7 +129,7 @@ impl Soak {
             }
             let mut progress = Progress::new("soaking", self.seconds as usize * 10);
             for tick in 0..self.seconds * 10 {
-                progress.start(&manager.status().to_string().lines().next().unwrap_or_default().to_owned());
+                progress.start(manager.status().to_string().lines().next().unwrap_or_default());
                 thread::sleep(Duration::from_millis(100));
                 progress.done();
                 if tick == self.seconds {
