@@ -5,34 +5,13 @@ use std::fmt;
 use crate::backend::Caps;
 use crate::contract::{Kernel, Spec};
 use crate::dtype::DType;
+use crate::ops::Op;
 
-/// Which pair of kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
-    /// Decode: every row by itself.
-    Bgmv,
-    /// Prefill: rows in tiles of one slot.
-    Sgmv,
-}
-
-impl Op {
-    /// Both.
-    pub const ALL: [Op; 2] = [Op::Bgmv, Op::Sgmv];
-
-    /// The kernel that makes z.
-    pub fn shrink(self) -> Kernel {
-        match self {
-            Op::Bgmv => Kernel::BgmvShrink,
-            Op::Sgmv => Kernel::SgmvShrink,
-        }
-    }
-
-    /// The kernel that adds to y.
-    pub fn expand(self) -> Kernel {
-        match self {
-            Op::Bgmv => Kernel::BgmvExpand,
-            Op::Sgmv => Kernel::SgmvExpand,
-        }
+/// The kernels of an op: the one that makes z, and the one that adds to y.
+pub(super) fn kernels(op: Op) -> [Kernel; 2] {
+    match op {
+        Op::Bgmv => [Kernel::BgmvShrink, Kernel::BgmvExpand],
+        Op::Sgmv => [Kernel::SgmvShrink, Kernel::SgmvExpand],
     }
 }
 
@@ -199,11 +178,7 @@ impl Case {
 impl fmt::Display for Case {
     /// The parameters, as trial names carry them; those at their defaults are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let op = match self.op {
-            Op::Bgmv => "bgmv",
-            Op::Sgmv => "sgmv",
-        };
-        write!(f, "{op}[{}x{},", self.act, self.weight)?;
+        write!(f, "{}[{}x{},", self.op.name(), self.act, self.weight)?;
         match self.ranks {
             Ranks::All(r) if r == self.max_rank => write!(f, "r={r}")?,
             Ranks::All(r) => write!(f, "r={r}of{}", self.max_rank)?,

@@ -1,7 +1,8 @@
 //! The tables of cases.
 
-use super::case::{Case, Mix, Op, Ranks, Values};
+use super::case::{Case, Mix, Ranks, Values};
 use crate::dtype::DType;
+use crate::ops::Op;
 
 /// Every pair of activation and weight type.
 fn types() -> impl Iterator<Item = (DType, DType)> {

@@ -3,11 +3,12 @@
 use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::{Rng, SeedableRng};
 
-use super::case::{Case, Mix, Op, Ranks, Values};
+use super::case::{Case, Mix, Ranks, Values};
 use super::oracle::Pair;
 use crate::contract::SGMV_TILE_ROWS;
 use crate::contract::Tile;
 use crate::dtype::DType;
+use crate::ops::Op;
 
 /// The same numbers on every platform.
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@
 //! the rows around it, its slot, the tables' largest rank, strides, alignment, other sites of the launch,
 //! how a batch is split into launches, or whether the launches are replayed from a graph.
 
-use super::case::{Case, Mix, Op, Ranks, Values};
+use super::case::{Case, Mix, Ranks, Values};
 use super::data::Data;
 use super::oracle::Check;
 use super::raw::{Outputs, Rig};
@@ -13,6 +13,7 @@ use crate::backend::GpuBackend;
 use crate::contract::Tile;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::ops::Op;
 
 /// A property: its name, and what it checks on a case.
 type Property = (&'static str, fn(&dyn GpuBackend, &Case) -> Result<Check>);
@@ -53,8 +54,7 @@ pub fn trials() -> Vec<Trial> {
                         ..Case::default()
                     };
                     let run = move |backend: &dyn GpuBackend| check(backend, &case).map(Outcome::Checked);
-                    let op = if op == Op::Bgmv { "bgmv" } else { "sgmv" };
-                    trials.push(Trial::new(format!("{op}[{act}x{weight}] to the bit: {name}"), run));
+                    trials.push(Trial::new(format!("{}[{act}x{weight}] to the bit: {name}", op.name()), run));
                 }
             }
         }

@@ -5,19 +5,26 @@
 //! device, `lorapool conform` prints its [`Report`], and `tests/conformance` gives each [`Trial`] a name
 //! in the test harness.
 
+mod bench;
+mod big;
 mod case;
 mod cases;
 mod data;
 mod exact;
+pub mod fixtures;
 #[cfg(test)]
 mod naive;
+mod operand;
 pub mod oracle;
+mod pooled;
 pub mod raw;
 mod report;
 
-pub use case::{Case, Mix, Op, Ranks, Values};
+pub use case::{Case, Mix, Ranks, Values};
 pub use data::{Absent, Data, Dice, HostPair};
 pub use report::{Failure, Outcome, Report};
+
+pub use crate::ops::Op;
 
 use crate::backend::GpuBackend;
 use crate::error::Result;
@@ -79,7 +86,14 @@ pub fn run(backend: &dyn GpuBackend, case: &Case) -> Result<Outcome> {
 
 /// Every trial of the suite, in order.
 pub fn trials() -> Vec<Trial> {
-    cases::all().into_iter().map(Trial::of_case).chain(exact::trials()).collect()
+    cases::all()
+        .into_iter()
+        .map(Trial::of_case)
+        .chain(exact::trials())
+        .chain(big::trials())
+        .chain(pooled::trials())
+        .chain(fixtures::trials())
+        .collect()
 }
 
 /// Runs `trials` on a device; `progress` hears of each before it starts: its place, how many there

@@ -285,10 +285,9 @@ fn kernel(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
                         && size == 2
                         && n + 1 == site.out_features
                         && (at + u64::from(n)) % 2 == 0
+                        && let Ok(next) = y.slice((at + u64::from(n) + 1) * size, size)
                     {
-                        if let Ok(next) = y.slice((at + u64::from(n) + 1) * size, size) {
-                            bytes(&next, |b| b.fill(0));
-                        }
+                        bytes(&next, |b| b.fill(0));
                     }
                 }
             }

@@ -5,8 +5,9 @@
 //! bit by bit with what was there: rows without an adapter, padding of y, and guard bands around y and z
 //! of finite values of the data's size, since a stray `+=` on a NaN would leave a NaN.
 
-use super::case::{Case, Values};
+use super::case::{Case, Values, kernels};
 use super::data::{Absent, Data, Dice, Y_UNIT, Z_UNIT};
+use super::operand::Operand;
 use super::oracle::{Check, Mismatch, Oracle};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{MAX_SITES, Params, RowRef, SiteParams};
@@ -14,84 +15,10 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Region;
 
-/// Bytes of guard before an operand and at least after it.
-const GUARD: u64 = 512;
 /// What scratch holds before a shrink: a NaN of our own.
 const SCRATCH: f32 = f32::from_bits(0x7fc0_beef);
 /// Read-only operands up to this size are checked to be unchanged.
 const SMALL: u64 = 1 << 18;
-
-/// An operand with what surrounds it: host image, and device memory.
-#[derive(Clone, Debug)]
-struct Operand {
-    name: String,
-    dtype: DType,
-    /// Elements between its rows.
-    stride: u64,
-    /// Where it starts in `image`, in bytes.
-    at: u64,
-    /// Guard, operand, guard: what is on the device before a run.
-    image: Vec<u8>,
-    /// The image on the device.
-    all: Option<Region>,
-}
-
-impl Operand {
-    /// An operand of `len` elements that starts `shift` elements after a multiple of 256 bytes.
-    /// `inside` and `outside` give what it and its guards hold.
-    fn new(
-        (name, dtype): (String, DType),
-        (len, stride, shift): (u64, u64, u32),
-        mut outside: impl FnMut() -> f32,
-        mut inside: impl FnMut() -> f32,
-    ) -> Self {
-        let lead = GUARD / dtype.size() + u64::from(shift);
-        let total = ((lead + len) * dtype.size() + GUARD).next_multiple_of(256) / dtype.size();
-        let values: Vec<f32> =
-            (0..total).map(|i| if (lead..lead + len).contains(&i) { inside() } else { outside() }).collect();
-        let mut image = Vec::new();
-        dtype.encode(&values, &mut image);
-        Self { name, dtype, stride, at: lead * dtype.size(), image, all: None }
-    }
-
-    /// Byte range in the image of `width` elements from `column` of `row` on.
-    fn range(&self, row: usize, column: u64, width: u64) -> std::ops::Range<usize> {
-        let start = self.at + (row as u64 * self.stride + column) * self.dtype.size();
-        start as usize..(start + width * self.dtype.size()) as usize
-    }
-
-    /// Device memory of `rows` rows from `first` on, the last one of `width` elements.
-    fn rows(&self, first: u32, rows: u32, width: u64) -> Result<Region> {
-        let range = self.range(first as usize, 0, (u64::from(rows) - 1) * self.stride + width);
-        self.device().slice(range.start as u64, range.len() as u64)
-    }
-
-    fn device(&self) -> &Region {
-        self.all.as_ref().expect("operands get their memory when the rig is made")
-    }
-
-    /// Compares everything with `kept`, which differs from the image only where a run had to write.
-    fn check_kept(&self, kept: &[u8], got: &[u8], check: &mut Check) {
-        let size = self.dtype.size() as usize;
-        if kept == got {
-            return;
-        }
-        for (i, (want, got)) in kept.chunks(size).zip(got.chunks(size)).enumerate().filter(|(_, (w, g))| w != g) {
-            let element = (i * size) as i64 - self.at as i64;
-            let place = if element < 0 { "guard before" } else { "untouched part of" };
-            let element = element.max(0) as usize / size;
-            let value = |bytes: &[u8]| self.dtype.decode(bytes)[0];
-            check.mismatch(Mismatch {
-                site: format!("{place} {}", self.name),
-                row: element / self.stride as usize,
-                column: element % self.stride as usize,
-                got: value(got),
-                want: value(want).into(),
-                bound: 0.0,
-            });
-        }
-    }
-}
 
 /// What a run left in memory: guards, padding and all.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -235,8 +162,8 @@ impl<'b> Rig<'b> {
         }
         let rig = Self {
             backend,
-            shrink: backend.load(case.op.shrink(), case.spec())?,
-            expand: backend.load(case.op.expand(), case.spec())?,
+            shrink: backend.load(kernels(case.op)[0], case.spec())?,
+            expand: backend.load(kernels(case.op)[1], case.spec())?,
             case: case.clone(),
             data,
             fixed,
