@@ -345,10 +345,6 @@ pub fn fold(groups: u64, max_x: u32, max_y: u32) -> Result<[u32; 2]> {
 /// On success a kernel that keeps to the contract touches no byte outside them.
 pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
     let list = kernel.operands();
-    let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
-    if operands.len() != needed {
-        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
-    }
     let sites = params.sites as usize;
     if sites == 0 || sites > MAX_SITES || params.max_rank > MAX_RANK {
         return Err(Error::shape(
@@ -356,6 +352,13 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
             format!("{sites} sites of rank up to {}", params.max_rank),
             format!("1..={MAX_SITES} sites of rank up to {MAX_RANK}"),
         ));
+    }
+    for site in &params.site[..sites] {
+        check_site(kernel, spec, site, params)?;
+    }
+    let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
+    if operands.len() != needed {
+        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
     }
     if u64::from(params.slot_first) + u64::from(params.slot_count) > u64::from(params.slots) {
         return Err(Error::shape(
@@ -409,6 +412,35 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
                 ));
             }
         }
+    }
+    Ok(())
+}
+
+/// Checks that a matrix which fits a site's span is all that the kernel reads through its cells.
+fn check_site(kernel: Kernel, spec: Spec, site: &SiteParams, params: &Params) -> Result<()> {
+    let (rows, stride, row) = match kernel.is_expand() {
+        true => (site.out_features, params.b_stride, params.max_rank),
+        false => (params.max_rank, params.a_stride, params.in_features),
+    };
+    if stride < row || !stride.is_multiple_of(STRIDE_ALIGN) {
+        return Err(Error::shape(
+            format!("weight rows of {}", kernel.name()),
+            format!("{row} elements, {stride} apart"),
+            format!("a stride that holds a row and is a multiple of {STRIDE_ALIGN}"),
+        ));
+    }
+    let elements = u64::from(rows.saturating_sub(1)) * u64::from(stride)
+        + u64::from(stride.min(row.next_multiple_of(STRIDE_ALIGN)));
+    let bytes = elements.saturating_mul(spec.weight.size());
+    if u64::from(site.span) * 4 < bytes {
+        return Err(Error::shape(
+            format!("span of a site of {}", kernel.name()),
+            format!("{} words", site.span),
+            format!("at least {} words for {rows} rows, {stride} apart", bytes / 4),
+        ));
+    }
+    if kernel.is_expand() && site.y_operand as usize >= MAX_SITES {
+        return Err(Error::shape("y operand of a site", site.y_operand, format!("less than {MAX_SITES}")));
     }
     Ok(())
 }
