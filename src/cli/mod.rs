@@ -5,6 +5,7 @@ mod adapters;
 mod apply;
 mod args;
 mod audit;
+mod bench;
 mod conform;
 mod console;
 mod devices;
@@ -66,6 +67,8 @@ enum Command {
     Conform(conform::Conform),
     /// Serve rows while adapters come and go, and compare every row to the bit
     Soak(soak::Soak),
+    /// Time a step's LoRA work beside the least that it could take
+    Bench(bench::Bench),
 }
 
 /// Parses the arguments, runs the command, prints its error.
@@ -82,6 +85,7 @@ pub fn main() -> ExitCode {
         Command::Apply(command) => command.run(&console),
         Command::Conform(command) => command.run(&console),
         Command::Soak(command) => command.run(&console),
+        Command::Bench(command) => command.run(&console),
     });
     let status = done.unwrap_or_else(|failure| {
         console.failure(&failure);

@@ -1,0 +1,149 @@
+//! `lorapool bench`: what adapters cost on a device, beside the least that they could cost there.
+
+mod case;
+mod report;
+mod rig;
+
+use std::path::PathBuf;
+
+use clap::Args;
+use lorapool::ops::Op;
+use lorapool::pool::SiteSpec;
+
+use super::adapters;
+use super::args::{DeviceArgs, dtype};
+use super::console::Console;
+use super::failure::{Failure, Status};
+use super::progress::Progress;
+use case::{Case, Mix};
+use report::{Line, Report};
+use rig::Rig;
+
+/// Time one step's whole LoRA work: every site of every layer, each with its own weights
+///
+/// A step is one captured graph. Each time is the mean of a burst of replays, and what is printed is the median
+/// of many bursts. Beside it stands the floor: the fewest bytes that the step can move (the weights of the
+/// adapters in the batch and the activations read, the outputs read and written) over the bandwidth of the
+/// device's own copies, measured in the same run. Weights are synthetic; results are checked by `run`, not here.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    lorapool bench                                       the usual cases at the shapes of Llama-3.1-8B\n  \
+    lorapool bench --case 64x64-r16 --case 2048x1-r16 --json\n  \
+    lorapool bench --rows 8 --adapters 8 --rank 32 --mix zipf\n  \
+    lorapool bench --base models/qwen --layers 4 --backend vulkan\n  \
+    lorapool bench --list")]
+pub struct Bench {
+    #[command(flatten)]
+    device: DeviceArgs,
+
+    /// Run only the case of this name (see --list); repeat for more
+    #[arg(long = "case", value_name = "NAME", conflicts_with = "rows")]
+    cases: Vec<String>,
+
+    /// Print the names of the usual cases and run none
+    #[arg(long)]
+    list: bool,
+
+    /// A case of your own: rows of its batch
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    rows: Option<u32>,
+
+    /// A case of your own: adapters that its rows are spread over
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "rows", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    adapters: u32,
+
+    /// A case of your own: rank of its adapters
+    #[arg(long, value_name = "R", default_value_t = 16, requires = "rows", value_parser = clap::value_parser!(u32).range(1..=512))]
+    rank: u32,
+
+    /// A case of your own: how adapters are spread over the rows
+    #[arg(long, value_enum, default_value_t = Mix::Distinct, requires = "rows")]
+    mix: Mix,
+
+    /// A case of your own: prefill kernels, with the rows in segments, instead of decode kernels
+    #[arg(long, requires = "rows")]
+    prefill: bool,
+
+    /// Shapes of this base (a directory with config.json and/or safetensors) instead of Llama-3.1-8B's
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
+
+    /// Only the first so many layers
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
+
+    /// Element type of activations and of the pool
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = dtype())]
+    dtype: lorapool::DType,
+
+    /// Bursts that a median is taken of, at most
+    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    replays: u32,
+
+    /// Seed of the drawn mixes
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+impl Bench {
+    /// Runs the cases.
+    pub fn run(self, console: &Console) -> Result<Status, Failure> {
+        if self.list {
+            let names: Vec<String> = Case::usual().into_iter().map(|case| case.name).collect();
+            console.result(&names, |names| names.join("\n"));
+            return Ok(Status::Done);
+        }
+        let mut cases = self.cases()?;
+        // Cases of one rank share a pool; the order within a rank stays.
+        cases.sort_by_key(|case| case.rank);
+        let (shapes, sites) = self.sites()?;
+        let gpu = self.device.open()?;
+        let samples = self.replays as usize;
+        let (bandwidth, copied) = rig::copy_bandwidth(&*gpu, samples)?;
+        let mut progress = Progress::new("cases", cases.len());
+        let mut report = Report::new(gpu.caps(), shapes, sites.len(), self.dtype, bandwidth, copied);
+        for cases in cases.chunk_by(|a, b| a.rank == b.rank) {
+            let slots = cases.iter().map(|case| case.adapters).max().unwrap_or(1);
+            progress.start("filling the pool");
+            let rig = Rig::new(&gpu, sites.clone(), cases[0].rank, slots, self.dtype)?;
+            for case in cases {
+                progress.start(&case.name);
+                let (times, bytes, used) = rig.run(case, samples, self.seed)?;
+                report.lines.push(Line::new(case, used, rig.pool_bytes(), &times, bytes, bandwidth));
+                progress.done();
+            }
+        }
+        drop(progress);
+        console.result(&report, Report::text);
+        Ok(Status::Done)
+    }
+
+    fn cases(&self) -> Result<Vec<Case>, Failure> {
+        if let Some(rows) = self.rows {
+            let op = if self.prefill { Op::Sgmv } else { Op::Bgmv };
+            return Ok(vec![Case::new(op, rows, self.adapters, self.rank, self.mix)]);
+        }
+        let usual = Case::usual();
+        if self.cases.is_empty() {
+            return Ok(usual);
+        }
+        let find = |name: &String| {
+            let case = usual.iter().find(|case| case.name == *name).cloned();
+            case.ok_or_else(|| Failure::usage(format!("no case is called {name:?}; see lorapool bench --list")))
+        };
+        self.cases.iter().map(find).collect()
+    }
+
+    /// What the shapes are called, and the sites.
+    fn sites(&self) -> Result<(String, Vec<SiteSpec>), Failure> {
+        let layers = self.layers.unwrap_or(usize::MAX);
+        let Some(dir) = &self.base else {
+            let layers = layers.min(32);
+            return Ok((format!("Llama-3.1-8B, {layers} layers"), rig::llama(layers)));
+        };
+        let base = adapters::open_base(Some(dir))?;
+        let mut sites = adapters::pool_spec(base.as_ref(), [], 1, self.dtype)?.sites;
+        sites.retain(|site| site.id.layer < layers);
+        Ok((dir.display().to_string(), sites))
+    }
+}

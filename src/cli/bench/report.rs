@@ -1,0 +1,126 @@
+//! What `lorapool bench` prints.
+
+use lorapool::DType;
+use lorapool::backend::Caps;
+use serde::Serialize;
+
+use super::super::console::{bytes, render, table};
+use super::case::Case;
+use super::rig::Times;
+
+/// One case's times. Microseconds.
+#[derive(Debug, Serialize)]
+pub struct Line {
+    #[serde(flatten)]
+    case: Case,
+    /// Adapters that the batch has.
+    adapters_used: u32,
+    pool_bytes: u64,
+    median_us: f64,
+    min_us: f64,
+    p10_us: f64,
+    p90_us: f64,
+    max_us: f64,
+    samples: usize,
+    /// Replays that each sample is the mean of.
+    burst: usize,
+    floor_bytes: u64,
+    floor_us: f64,
+    over_floor: f64,
+}
+
+impl Line {
+    /// From sorted times, the floor's bytes, and bytes per second of a copy.
+    pub fn new(case: &Case, adapters_used: u32, pool_bytes: u64, times: &Times, floor: u64, bandwidth: f64) -> Self {
+        let floor_us = floor as f64 / bandwidth * 1e6;
+        let median_us = times.quantile(0.5);
+        Self {
+            case: case.clone(),
+            adapters_used,
+            pool_bytes,
+            median_us,
+            min_us: times.quantile(0.0),
+            p10_us: times.quantile(0.1),
+            p90_us: times.quantile(0.9),
+            max_us: times.quantile(1.0),
+            samples: times.micros.len(),
+            burst: times.burst,
+            floor_bytes: floor,
+            floor_us,
+            over_floor: median_us / floor_us,
+        }
+    }
+}
+
+/// The document.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    version: &'static str,
+    backend: &'static str,
+    device: String,
+    driver: String,
+    api: String,
+    shapes: String,
+    sites: usize,
+    dtype: DType,
+    /// Bytes read and written per second by a copy.
+    copy_bytes_per_second: f64,
+    /// Bytes that were copied.
+    copy_bytes: u64,
+    /// The cases.
+    #[serde(rename = "results")]
+    pub lines: Vec<Line>,
+}
+
+impl Report {
+    /// Without results yet.
+    pub fn new(caps: &Caps, shapes: String, sites: usize, dtype: DType, bandwidth: f64, copied: u64) -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            backend: caps.backend,
+            device: caps.device.clone(),
+            driver: caps.driver.clone(),
+            api: caps.api.clone(),
+            shapes,
+            sites,
+            dtype,
+            copy_bytes_per_second: bandwidth,
+            copy_bytes: copied,
+            lines: Vec::new(),
+        }
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let mut out = format!(
+            "{} on {} ({}, {})\n{}: {} sites, {}; copy {:.2} TB/s read and written ({})\n\n",
+            self.backend,
+            self.device,
+            self.driver,
+            self.api,
+            self.shapes,
+            self.sites,
+            self.dtype,
+            self.copy_bytes_per_second / 1e12,
+            bytes(self.copy_bytes),
+        );
+        let header = ["case", "op", "rows", "adapters", "rank", "median us", "p10", "p90", "floor us", "x floor"];
+        let mut table = table(&header, &[2, 3, 4, 5, 6, 7, 8, 9]);
+        for line in &self.lines {
+            table.add_row([
+                line.case.name.clone(),
+                line.case.op.name().to_owned(),
+                line.case.rows.to_string(),
+                line.adapters_used.to_string(),
+                line.case.rank.to_string(),
+                format!("{:.1}", line.median_us),
+                format!("{:.1}", line.p10_us),
+                format!("{:.1}", line.p90_us),
+                format!("{:.1}", line.floor_us),
+                format!("{:.2}", line.over_floor),
+            ]);
+        }
+        out += &render(&table);
+        out
+    }
+}
