@@ -35,6 +35,8 @@ impl Device {
 
 fn main() {
     let arguments = Arguments::from_args();
+    let fixtures = std::env::var(conformance::fixtures::FOLDER).unwrap_or_else(|_| "tests/fixtures".to_owned());
+    assert!(std::path::Path::new(&fixtures).join("INDEX.json").exists(), "no fixtures in {fixtures}");
     let required = std::env::var("REQUIRE_BACKENDS").unwrap_or_default();
     let mut required: BTreeMap<_, _> =
         required.split(',').map(str::trim).filter(|name| !name.is_empty()).map(|name| (name, false)).collect();
