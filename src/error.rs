@@ -158,6 +158,15 @@ pub enum Error {
         source: std::sync::Arc<Error>,
     },
 
+    /// A name from a request that would lead out of the adapters' root. Nothing was opened.
+    #[error("adapter name {name:?} is refused: {why}")]
+    Escape {
+        /// The name, or its beginning.
+        name: String,
+        /// The rule it breaks.
+        why: &'static str,
+    },
+
     /// A file could not be read or written.
     #[error("{path}: {source}")]
     Io {
@@ -209,6 +218,7 @@ impl Error {
             Error::Corrupt { .. } => "E_CORRUPT",
             Error::TimedOut { .. } => "E_TIMED_OUT",
             Error::Load { source, .. } => source.code(),
+            Error::Escape { .. } => "E_PATH_ESCAPE",
             Error::Io { .. } => "E_IO",
             Error::Input(_) => "E_INPUT",
         }

@@ -304,3 +304,52 @@ fn threads_that_load_replace_and_unload_never_change_a_row_that_is_leased() {
     }
     assert!(rig.manager.status().residents.is_empty());
 }
+
+#[test]
+fn sixteen_loads_of_the_same_bytes_under_one_name_publish_once() {
+    let rig = Arc::new(Rig::new(2, Options::default()));
+    let load = |_| {
+        let rig = rig.clone();
+        thread::spawn(move || rig.manager.load("p", memory(1)).unwrap())
+    };
+    let ids: BTreeSet<_> = (0..16).map(load).collect::<Vec<_>>().into_iter().map(|t| t.join().unwrap()).collect();
+    assert_eq!(ids.len(), 1);
+    assert_eq!(rig.manager.status().residents[0].generation, 1);
+}
+
+#[test]
+fn requests_find_adapters_below_the_root_and_nothing_else() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let base = lorapool::adapter::BaseModel::open(root.join("_base/llama")).unwrap();
+    let fixture = lorapool::adapter::load(root.join("05_r1"), Some(&base)).unwrap();
+    let spec = lorapool::pool::PoolSpec::for_adapters([&fixture], 2, lorapool::DType::F32).unwrap();
+    let gpu = lorapool::backend::open("cpu", 0).unwrap();
+    let weights = lorapool::manager::LoraWeights::load(&gpu, spec, &[]).unwrap();
+    let options = Options { base: Some(Arc::new(base)), root: Some(root), ..Options::default() };
+    let manager = lorapool::manager::AdapterManager::new(weights, options).unwrap();
+    assert_eq!(manager.acquire("05_r1").unwrap().name(), "05_r1");
+    let code = |name: &str| manager.acquire(name).unwrap_err().code();
+    let long = "a".repeat(4096);
+    let refused = ["../fixtures/05_r1", "/etc", "05_r1/../05_r1", "05\0r1", &long];
+    assert_eq!(refused.map(code), ["E_PATH_ESCAPE"; 5]);
+    assert_eq!(code("no_such_adapter"), "E_UNKNOWN_ADAPTER");
+    assert_eq!(code("06_r72_over_hidden"), "E_SHAPE", "a site that the pool doesn't have");
+    assert_eq!(manager.status().residents.len(), 1);
+}
+
+#[test]
+fn a_bad_adapter_of_any_kind_changes_no_one_else_s_rows() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let rig = Rig::with_pinned(&[("kept", 1)], 3, Options::default());
+    let mut refused = 0;
+    for entry in std::fs::read_dir(root).unwrap() {
+        let dir = entry.unwrap().path();
+        // None of them fits this model, and most are broken in themselves.
+        if rig.manager.load("bad", Source::Dir(dir)).is_err() {
+            refused += 1;
+            assert_eq!(rig.row(SlotRef::Active), rig.alone(1));
+        }
+    }
+    assert!(refused > 80, "{refused}");
+    assert_eq!(rig.manager.status().residents.len(), 1);
+}

@@ -3,6 +3,7 @@
 mod audit;
 mod base;
 mod config;
+mod confine;
 mod family;
 mod file;
 mod float;
@@ -22,6 +23,7 @@ mod weights;
 pub use audit::{Audit, AuditSite, TensorCounts, Verdict, audit};
 pub use base::{BaseModel, Linear};
 pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
+pub use confine::confine;
 pub use header::{Header as TensorFile, TensorInfo};
 pub use load::load;
 pub use pattern::PatternError;

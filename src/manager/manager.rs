@@ -41,11 +41,13 @@ pub struct Options {
     pub verify: bool,
     /// The base model that adapters from disk are checked against.
     pub base: Option<Arc<BaseModel>>,
+    /// A folder of adapters: a name that is not registered is looked for there, and nowhere else.
+    pub root: Option<PathBuf>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: Duration::from_secs(30), verify: true, base: None }
+        Self { wait: Duration::from_secs(30), verify: true, base: None, root: None }
     }
 }
 
@@ -158,7 +160,8 @@ impl AdapterManager {
     /// A lease on `name`, which is loaded first where it is registered but not resident.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`] for a name that is neither, never the base's output;
+    /// [`Error::UnknownAdapter`] for a name that is neither, never the base's output; [`Error::Escape`] for
+    /// one that leads out of [`Options::root`];
     /// [`Error::Load`] with what the load failed of; [`Error::TimedOut`] with those who hold the slots.
     pub fn acquire(self: &Arc<Self>, name: &str) -> Result<Lease> {
         let started = Instant::now();
@@ -322,7 +325,7 @@ impl AdapterManager {
                 Some(id) => id,
                 None => {
                     let from = source.clone().or_else(|| state.sources.get(name).cloned());
-                    let from = from.ok_or_else(|| read(&self.weights).unknown(name))?;
+                    let from = from.map_or_else(|| self.look_up(name), Ok)?;
                     let id = self.take_off(&mut state, name, leases);
                     drop(state);
                     match self.fly(name, &from, deadline) {
@@ -342,6 +345,16 @@ impl AdapterManager {
                 Ok(slot) => return Ok(slot),
                 Err(error) => return Err(Error::Load { name: name.to_owned(), source: error }),
             }
+        }
+    }
+
+    /// Where a name that no one registered comes from: the root, if there is one.
+    fn look_up(&self, name: &str) -> Result<Source> {
+        let unknown = || read(&self.weights).unknown(name);
+        match adapter::confine(self.options.root.as_deref().ok_or_else(unknown)?, name) {
+            Ok(dir) => Ok(Source::Dir(dir)),
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Err(unknown()),
+            Err(error) => Err(error),
         }
     }
 
