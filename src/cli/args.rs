@@ -9,11 +9,14 @@ use lorapool::backend::{GpuBackend, best, open};
 
 use super::failure::Failure;
 
+/// What `--backend` takes: also names that this build was made without, which then say so.
+const BACKENDS: [&str; 5] = ["auto", "cpu", "cuda", "vulkan", "webgpu"];
+
 /// Which device to use.
 #[derive(Debug, Args)]
 pub struct DeviceArgs {
     /// Backend to run on; `auto` takes the best device present
-    #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = ["auto", "cpu", "cuda", "vulkan", "webgpu"])]
+    #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = BACKENDS)]
     pub backend: String,
 
     /// Which of the backend's devices, counted from 0 as `lorapool devices` lists them

@@ -75,7 +75,7 @@ fn text(document: &Document) -> String {
             Fate::BaseCopy => "a copy of the base's own weight",
             _ => "not applied",
         };
-        out += &dim(format!("{} {} {:?}: {fate}\n", tensor.name, tensor.dtype, tensor.shape));
+        out += &format!("{}\n", dim(format!("{} {} {:?}: {fate}", tensor.name, tensor.dtype, tensor.shape)));
     }
     for notice in &findings.notices {
         out += &remark("", notice);

@@ -92,7 +92,7 @@ fn text(document: &Document) -> String {
         out += &format!("{} {failure}\n", bad("FAILED"));
     }
     for (trial, reason) in &report.ignored {
-        out += &dim(format!("ignored {trial}: {reason}\n"));
+        out += &format!("{}\n", dim(format!("ignored {trial}: {reason}")));
     }
     if !report.failures.is_empty() || !report.ignored.is_empty() {
         out.push('\n');

@@ -53,12 +53,12 @@ fn print(mut stream: impl Write, text: &str) {
     }
 }
 
-/// A table with a header and no lines, as wide as the terminal at most.
+/// A table with a header and no lines, whose rows are never broken: the same on every terminal, and in a pipe.
 ///
 /// `right`: columns of numbers.
 pub fn table(header: &[&str], right: &[usize]) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(header.iter().map(|name| Cell::new(name).add_attribute(Attribute::Bold)));
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));

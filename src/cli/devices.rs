@@ -5,7 +5,7 @@ use lorapool::backend::{Caps, Listing, best, list};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::console::{Console, bold, bytes, dim, render, table};
+use super::console::{Console, bold, bytes, dim};
 use super::failure::{Failure, Status};
 
 /// List every backend and device: driver and limits, or why there is none
@@ -76,36 +76,12 @@ fn document(caps: &Caps) -> Value {
 
 fn text(report: &Report) -> String {
     let mut out = String::new();
-    let mut devices = table(
-        &["backend", "#", "device", "class", "api", "memory", "allocation", "binding", "subgroup"],
-        &[1, 5, 6, 7],
-    );
     for backend in &report.backends {
         for (index, caps) in backend.caps.iter().enumerate() {
-            let class = serde_json::to_value(caps.class).unwrap_or_default();
-            let [low, high] = caps.subgroup;
-            devices.add_row([
-                backend.backend.to_owned(),
-                index.to_string(),
-                caps.device.clone(),
-                class.as_str().unwrap_or_default().to_owned(),
-                caps.api.clone(),
-                if caps.memory == 0 { "?".into() } else { bytes(caps.memory) },
-                limit(caps.max_alloc),
-                limit(caps.max_binding),
-                if low == high { low.to_string() } else { format!("{low}-{high}") },
-            ]);
-        }
-    }
-    if !devices.is_empty() {
-        out += &format!("{}\n\n", render(&devices));
-    }
-    for backend in &report.backends {
-        for caps in &backend.caps {
-            out += &format!("{} driver: {}\n", backend.backend, caps.driver);
+            out += &device(index, caps);
         }
         if let Some(reason) = &backend.unavailable {
-            out += &dim(format!("{}: {reason}\n", backend.backend));
+            out += &format!("{}\n", dim(format!("{} -  {reason}", backend.backend)));
         }
     }
     match &report.auto {
@@ -115,9 +91,29 @@ fn text(report: &Report) -> String {
     out
 }
 
+/// A device in three lines.
+fn device(index: usize, caps: &Caps) -> String {
+    let name = |value: Value| value.as_str().unwrap_or_default().to_owned();
+    let class = name(serde_json::to_value(caps.class).unwrap_or_default());
+    let layout = name(serde_json::to_value(caps.layout).unwrap_or_default());
+    let memory = if caps.memory == 0 { "not told".into() } else { bytes(caps.memory) };
+    let [low, high] = caps.subgroup;
+    let subgroup = if low == high { low.to_string() } else { format!("{low} to {high}") };
+    format!(
+        "{} {index}  {}\n    {class}, {}, driver {}\n    \
+         memory {memory}, allocation {}, binding {}, subgroup {subgroup}, pool {layout}\n",
+        bold(caps.backend),
+        caps.device,
+        caps.api,
+        caps.driver,
+        limit(caps.max_alloc),
+        limit(caps.max_binding),
+    )
+}
+
 fn limit(bytes_at_most: u64) -> String {
     match bytes_at_most {
-        u64::MAX => "no limit".into(),
-        limited => bytes(limited),
+        u64::MAX => "without limit".into(),
+        limited => format!("up to {}", bytes(limited)),
     }
 }

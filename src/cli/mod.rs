@@ -28,6 +28,11 @@ use failure::{Failure, Status};
 /// Environment variable with the log filter.
 const LOG: &str = "LORAPOOL_LOG";
 
+/// What follows the list of commands.
+const AFTER_HELP: &str = "\
+    Exit codes: 0 done, 1 something failed or a result was wrong, 2 wrong usage or an adapter refused by `audit`.\n\
+    Set LORAPOOL_LOG=info (or debug, or a filter such as lorapool=debug,wgpu=off) for log output on stderr.";
+
 /// The crate's version and the backends of this build.
 static VERSION: LazyLock<String> =
     LazyLock::new(|| format!("{} ({})", env!("CARGO_PKG_VERSION"), lorapool::backend::names().join(", ")));
@@ -41,8 +46,7 @@ static VERSION: LazyLock<String> =
     name = "lorapool",
     version = VERSION.as_str(),
     arg_required_else_help = true,
-    after_help = "Exit codes: 0 done, 1 something failed or a result was wrong, 2 wrong usage or an adapter refused by `audit`.\n\
-                  Set LORAPOOL_LOG=info (or debug, or a filter such as lorapool=debug,wgpu=off) for log output on stderr."
+    after_help = AFTER_HELP
 )]
 struct Cli {
     /// Print one JSON document on stdout, errors included

@@ -27,6 +27,8 @@ use output::Output;
 
 /// Device memory for the activations of one site at a time, in bytes.
 const CHUNK_BYTES: u64 = 64 << 20;
+/// Rows taken at a time, at most.
+const CHUNK_ROWS: usize = 1 << 16;
 
 /// Apply adapters to activations from a file: y = y_base + scale * B A x, row by row
 ///
@@ -227,7 +229,7 @@ impl<'a> Worker<'a> {
     fn chunk(weights: &LoraWeights, act: DType, job: &Job) -> usize {
         let site = &weights.storage().sites()[job.site];
         let row = u64::from(site.in_features.max(site.out_features)) * act.size();
-        job.rows.min((CHUNK_BYTES / row.max(1)).max(1) as usize)
+        job.rows.min((CHUNK_BYTES / row.max(1)).max(1) as usize).min(CHUNK_ROWS)
     }
 
     /// Shape of a site's y.
@@ -291,8 +293,13 @@ fn text(report: &Report) -> String {
     }
     match &report.passed_over[..] {
         [] => {}
-        few if few.len() <= 4 => out += &dim(format!("passed over: {}\n", few.join(", "))),
-        many => out += &dim(format!("passed over: {} and {} more tensors\n", many[..3].join(", "), many.len() - 3)),
+        few if few.len() <= 4 => out += &format!("{}\n", dim(format!("passed over: {}", few.join(", ")))),
+        many => {
+            out += &format!(
+                "{}\n",
+                dim(format!("passed over: {} and {} more tensors", many[..3].join(", "), many.len() - 3))
+            )
+        }
     }
     out
 }

@@ -177,3 +177,54 @@ fn at<T>(slots: &[T], slot: i32) -> Option<&T> {
 fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(4), 0);
 }
+
+#[cfg(test)]
+mod tests {
+    use lorapool::manager::{LoraAdapterInput, LoraWeights};
+
+    use super::super::super::adapters::pool_spec;
+    use super::super::samples;
+    use super::*;
+
+    #[test]
+    fn an_adapter_in_the_wrong_slot_and_a_row_that_should_be_the_bases_are_found() {
+        let gpu = lorapool::backend::open("cpu", 0).unwrap();
+        let (base, named) = samples::load().unwrap();
+        let spec = pool_spec(Some(&base), &named, 2, DType::F32).unwrap();
+        let input = |k: usize| LoraAdapterInput { name: &named[k].name, adapter: &named[k].adapter };
+        let weights = LoraWeights::load(&gpu, spec, &[input(0), input(4)]).unwrap();
+        let pool = weights.storage();
+        let plans = Op::ALL.map(|op| (op, Plan::from_slots([0, 1, -1, 1])));
+        let step = Step::new(&gpu, pool, DType::F32, &plans).unwrap();
+        let check = |op, plan: &Plan, resident: [usize; 2]| {
+            let resident = resident.map(|k| &named[k].adapter).to_vec();
+            Bench::new(&gpu, pool, &step, resident, 7).check(op, plan, &mut Progress::new("test", 15)).unwrap()
+        };
+        let shifted = Plan::from_slots([0, 1, 0, 1]);
+        let width: u64 = pool.sites().iter().map(|site| u64::from(site.out_features)).sum();
+        for (op, plan) in &plans {
+            let right = check(*op, plan, [0, 4]);
+            assert_eq!((right.mismatches, right.elements), (0, 4 * width));
+            assert!(check(*op, plan, [4, 4]).mismatches > width / 2, "{op:?}");
+            // The samples' first two adapters differ in their weights alone.
+            assert!(check(*op, plan, [1, 4]).mismatches > width / 2, "{op:?}");
+            // The oracle is told that the base's row has an adapter, the device is not.
+            step.set_batch(plan).unwrap();
+            let bench = Bench::new(&gpu, pool, &step, vec![&named[0].adapter, &named[4].adapter], 7);
+            let slots: Vec<i32> = shifted.rows().iter().map(|row| row.slot).collect();
+            let mut wrong = 0;
+            step.run(
+                *op,
+                |group| bench.fill(group, &slots),
+                |group| {
+                    for (site, y) in &group.sites {
+                        wrong += bench.compare(group, *site, &slots, &gpu.read(y.region())?)?.mismatches;
+                    }
+                    Ok(())
+                },
+            )
+            .unwrap();
+            assert!(wrong > width / 2, "{op:?} {wrong}");
+        }
+    }
+}

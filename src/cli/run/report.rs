@@ -158,7 +158,8 @@ impl Report {
         let checked = grouped(self.elements_checked);
         out += &match self.mismatches {
             0 => format!(
-                "{} all {checked} elements within the bound, base rows to the bit, before and after swapping slot 0 in {}",
+                "{} all {checked} elements within the bound, base rows to the bit, \
+                 before and after swapping slot 0 in {}",
                 good("ok"),
                 time(self.swap.swap_us)
             ),
