@@ -53,5 +53,22 @@ fn main() {
         let reason = format!("REQUIRE_BACKENDS names {name:?}; this build has {}", backend::names().join(", "));
         trials.push(libtest_mimic::Trial::test(format!("{name}::required"), move || Err(reason.into())));
     }
-    libtest_mimic::run(&arguments, trials).exit();
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    let messages = validation_messages();
+    if messages > 0 {
+        eprintln!("{messages} messages of the Vulkan validation layer");
+        std::process::exit(1);
+    }
+    conclusion.exit();
+}
+
+/// What Vulkan's validation layer had to say, while `LORAPOOL_VULKAN_VALIDATION=1`.
+#[cfg(feature = "vulkan")]
+fn validation_messages() -> u64 {
+    backend::vulkan::validation_messages()
+}
+
+#[cfg(not(feature = "vulkan"))]
+fn validation_messages() -> u64 {
+    0
 }
