@@ -12,11 +12,11 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, RwLockReadGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::lane::Lane;
-use super::sync::{Condvar, Mutex, MutexGuard, RwLock, lock, read, wait_until, write};
+use super::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, read, wait, wait_until, write};
 use super::{AdapterSlot, Lease, LoraWeights, Step};
 use crate::adapter::{self, Adapter, BaseModel};
 use crate::backend::GpuBackend;
@@ -263,7 +263,7 @@ impl AdapterManager {
     pub fn step(&self) -> Step<'_> {
         let mut state = lock(&self.state);
         while state.publishing {
-            state = self.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
+            state = wait(&self.changed, state);
         }
         state.steps += 1;
         Step::new(self)

@@ -1,9 +1,13 @@
-//! Locks, as the manager uses them: never poisoned, waits with a deadline.
+//! Locks, as the manager uses them: never poisoned, waits with a deadline. Under `--cfg shuttle` they are
+//! shuttle's, which runs the same code through many interleavings.
 
+use std::sync::PoisonError;
 use std::time::Instant;
 
-pub(super) use std::sync::{Condvar, Mutex, MutexGuard, RwLock};
-use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
+#[cfg(shuttle)]
+pub(super) use shuttle::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+#[cfg(not(shuttle))]
+pub(super) use std::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 // A panic while a lock is held can't leave these states half changed: every change is made by one call
 // that checks before it writes. So a poisoned lock is taken as it is.
@@ -18,6 +22,11 @@ pub(super) fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
 
 pub(super) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits for a notification.
+pub(super) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Waits for a notification; gives the guard back as an error once `deadline` has passed.
