@@ -53,7 +53,7 @@ enum Module {
 }
 
 /// Parameters by name.
-type Weights = HashMap<String, (Arc<Path>, TensorInfo)>;
+type Weights = HashMap<String, TensorInfo>;
 
 /// A base model's modules.
 #[derive(Clone, Debug, Default)]
@@ -63,7 +63,7 @@ pub struct BaseModel {
     linears: Vec<Linear>,
     by_path: HashMap<Arc<str>, usize>,
     others: HashMap<String, Other>,
-    /// Parameters as the files name them, with the file that holds each.
+    /// Parameters as the files name them.
     weights: Weights,
     /// The head that is not stored, and the embedding whose weight it shares.
     tied: Option<(String, String)>,
@@ -136,8 +136,8 @@ impl BaseModel {
         self.others.get(path).copied()
     }
 
-    /// A parameter's declaration and the file that holds it; of a tied head, the embedding's.
-    pub(super) fn weight(&self, name: &str) -> Option<&(Arc<Path>, TensorInfo)> {
+    /// A parameter's declaration; of a tied head, the embedding's.
+    pub(super) fn weight(&self, name: &str) -> Option<&TensorInfo> {
         self.weights.get(name).or_else(|| {
             let (head, embedding) = self.tied.as_ref()?;
             (name.strip_suffix(".weight")? == head).then(|| self.weights.get(&format!("{embedding}.weight")))?
@@ -161,10 +161,8 @@ impl BaseModel {
         };
         let mut weights = Weights::new();
         for path in weight_files(dir)? {
-            let header = Header::read(&path)?;
-            let path: Arc<Path> = path.into();
-            for tensor in header.tensors {
-                if let Some((_, again)) = weights.insert(tensor.name.to_string(), (path.clone(), tensor)) {
+            for tensor in Header::read(&path)?.tensors {
+                if let Some(again) = weights.insert(tensor.name.to_string(), tensor) {
                     let message = format!("{source}: tensor {:?} is in two files", excerpt(&again.name));
                     return Err(Reject::new(Code::BaseFile, message));
                 }
@@ -274,7 +272,7 @@ fn stored_in_out(config: Option<&Json>, weights: &Weights) -> bool {
     match config.and_then(|c| c.get("model_type")).and_then(Json::as_str) {
         Some(model_type) => matches!(model_type, "gpt2" | "openai-gpt" | "imagegpt" | "decision_transformer" | "clvp"),
         // Without a config: q, k and v lie side by side in the output.
-        None => weights.iter().any(|(name, (_, tensor))| {
+        None => weights.iter().any(|(name, tensor)| {
             name.ends_with(".c_attn.weight") && matches!(*tensor.shape, [rows, cols] if cols == 3 * rows)
         }),
     }
@@ -283,7 +281,7 @@ fn stored_in_out(config: Option<&Json>, weights: &Weights) -> bool {
 /// The modules that hold these weights.
 fn modules<'a>(config: Option<&Json>, weights: &'a Weights) -> impl Iterator<Item = (&'a str, Module)> {
     let conv1d = stored_in_out(config, weights);
-    weights.iter().filter_map(move |(name, (_, tensor))| {
+    weights.iter().filter_map(move |(name, tensor)| {
         if let Some(found) = quantised(name, tensor, weights) {
             return Some(found);
         }
@@ -306,7 +304,7 @@ fn quantised<'a>(name: &'a str, tensor: &TensorInfo, weights: &Weights) -> Optio
     let packed = Module::Other(Other::Packed);
     if let Some(path) = name.strip_suffix(".qweight") {
         // GPTQ packs inputs into words, AWQ outputs: the scales, [groups][out], tell them apart.
-        let shape = |tensor: &str| weights.get(&format!("{path}.{tensor}")).map(|(_, tensor)| &*tensor.shape);
+        let shape = |tensor: &str| weights.get(&format!("{path}.{tensor}")).map(|tensor| &*tensor.shape);
         return Some((
             path,
             match (&*tensor.shape, shape("scales"), shape("g_idx")) {

@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::fmt;
 use std::io::Read;
 use std::path::Path;
+use std::sync::Arc;
 
 use safetensors::Dtype;
 use serde::de::value::StrDeserializer;
@@ -34,6 +35,8 @@ pub struct TensorInfo {
     pub start: u64,
     /// Byte after the last.
     pub end: u64,
+    /// The file.
+    pub file: Arc<Path>,
 }
 
 /// A file's tensors.
@@ -83,6 +86,7 @@ impl Header {
     /// Checks header text that `data_len` bytes of tensors follow.
     fn parse(path: &Path, text: &[u8], data_len: u64) -> Loaded<Header> {
         let name = path.display().to_string();
+        let path: Arc<Path> = path.into();
         let text = std::str::from_utf8(text).map_err(|e| {
             let message = format!("{name}: byte {} of the header is not UTF-8", e.valid_up_to());
             Reject::new(Code::FileHeader, message)
@@ -90,7 +94,7 @@ impl Header {
         let fault = RefCell::new(None);
         let data_at = 8 + text.len() as u64;
         let mut reader = serde_json::Deserializer::from_str(text);
-        let parsed = Entries { file: &name, data_at, data_len, fault: &fault }.deserialize(&mut reader);
+        let parsed = Entries { path: &path, file: &name, data_at, data_len, fault: &fault }.deserialize(&mut reader);
         let parsed = parsed.and_then(|tensors| {
             reader.end()?;
             Ok(tensors)
@@ -139,6 +143,7 @@ impl Header {
 /// Reads the header's object entry by entry.
 #[derive(Clone, Copy)]
 struct Entries<'a> {
+    path: &'a Arc<Path>,
     file: &'a str,
     data_at: u64,
     data_len: u64,
@@ -176,7 +181,8 @@ impl<'de> Visitor<'de> for Entries<'_> {
             let raw = access.next_value_seed(Entry { entries: self, name: &name })?;
             match raw.check(self, &name) {
                 Ok((dtype, start, end)) => {
-                    tensors.push(TensorInfo { name, dtype, shape: raw.shape.into(), start, end })
+                    let (shape, file) = (raw.shape.into(), self.path.clone());
+                    tensors.push(TensorInfo { name, dtype, shape, start, end, file })
                 }
                 Err(reject) => {
                     *self.fault.borrow_mut() = Some(reject);

@@ -1,16 +1,15 @@
 //! What each tensor of a file is for: a part that is applied, the host's to apply, or refused by name.
 
-use std::path::Path;
-
 use super::file;
 use super::float::Float;
-use super::header::{Header, TensorInfo};
+use super::header::TensorInfo;
 use super::json::excerpt;
 use super::keys::{Key, Part};
 use super::load::CONFIG;
 use super::pattern::names;
-use super::reading::{Reading, bytes_of, listed};
+use super::reading::{Reading, listed};
 use super::reject::{Code, Loaded, Reject};
+use super::source::bytes_of;
 
 /// Modules whose whole weights the host applies: the heads of tasks.
 const HEADS: &[&str] = &[
@@ -35,9 +34,9 @@ pub(super) enum Use {
 
 impl Reading<'_> {
     /// One adapter a file: keys with two adapters' names would be mixed into one.
-    pub(super) fn check_adapter_names(&self, header: &Header, keys: &[Key<'_>]) -> Loaded<()> {
+    pub(super) fn check_adapter_names(&self, keys: &[Key<'_>]) -> Loaded<()> {
         let mut first: Option<(&TensorInfo, Option<&str>)> = None;
-        for (tensor, key) in header.tensors.iter().zip(keys) {
+        for (tensor, key) in self.source.tensors.iter().zip(keys) {
             if !matches!(key.part, Part::A | Part::B) {
                 continue;
             }
@@ -61,9 +60,9 @@ impl Reading<'_> {
     }
 
     /// What each tensor is for. Kinds that are refused come before copies that differ: they say more.
-    pub(super) fn judge_all(&self, header: &Header, keys: &[Key<'_>]) -> Loaded<Vec<Use>> {
+    pub(super) fn judge_all(&self, keys: &[Key<'_>]) -> Loaded<Vec<Use>> {
         let (mut uses, mut later) = (Vec::with_capacity(keys.len()), None);
-        for (tensor, key) in header.tensors.iter().zip(keys) {
+        for (tensor, key) in self.source.tensors.iter().zip(keys) {
             match self.judge(tensor, key) {
                 Ok(used) => uses.push(used),
                 Err(reject) if reject.code == Code::BaseLayer => later = later.or(Some(reject)),
@@ -156,16 +155,16 @@ impl Reading<'_> {
     /// A copy of the base's weight may be passed over when it is one.
     fn judge_copy(&self, tensor: &TensorInfo, key: &Key<'_>, code: Code) -> Loaded<Use> {
         let name = format!("{}.weight", key.module);
-        let Some((path, of_base)) = self.base.and_then(|base| base.weight(&name)) else {
+        let Some(of_base) = self.base.and_then(|base| base.weight(&name)) else {
             let message = format!(
                 "{} is said to be the base's {name}, but there is no base with that weight to compare it with",
                 self.at(tensor)
             );
             return Err(Reject::new(code, message));
         };
-        let map = file::map(path)?;
-        let of_base_bytes = bytes_of(&map, path, of_base)?;
-        let bytes = bytes_of(self.map, Path::new(self.file), tensor)?;
+        let map = file::map(&of_base.file)?;
+        let of_base_bytes = bytes_of(&map, of_base)?;
+        let bytes = self.source.bytes(tensor)?;
         let equal = tensor.shape == of_base.shape
             && match (Float::of(tensor.dtype), Float::of(of_base.dtype)) {
                 (Some(a), Some(b)) if a == b => bytes == of_base_bytes,
@@ -180,7 +179,7 @@ impl Reading<'_> {
             self.at(tensor),
             tensor.dtype,
             tensor.shape,
-            path.display(),
+            of_base.file.display(),
             of_base.dtype,
             of_base.shape
         );
@@ -191,7 +190,8 @@ impl Reading<'_> {
     pub(super) fn check_parts(&mut self) -> Loaded<()> {
         let config = self.config;
         let refuse = |code: Code, field: &str| {
-            let message = format!("{CONFIG} beside {}: {field} is set: {} Not supported", self.file, code.describe());
+            let message =
+                format!("{CONFIG} beside {}: {field} is set: {} Not supported", self.source.name, code.describe());
             Err(Reject::new(code, message))
         };
         if config.use_dora {
@@ -210,18 +210,18 @@ impl Reading<'_> {
     }
 
     /// All tensors that have no place, in one message.
-    pub(super) fn all_unknown(&self, header: &Header, keys: &[Key<'_>]) -> Box<Reject> {
+    pub(super) fn all_unknown(&self, keys: &[Key<'_>]) -> Box<Reject> {
         let unknown = |(tensor, key): (&TensorInfo, &Key<'_>)| match self.judge(tensor, key) {
             Err(reject) if reject.code == Code::UnknownTensor => Some(tensor.name.to_string()),
             _ => None,
         };
-        let found: Vec<_> = header.tensors.iter().zip(keys).filter_map(unknown).collect();
+        let found: Vec<_> = self.source.tensors.iter().zip(keys).filter_map(unknown).collect();
         let found: Vec<_> = found.iter().map(String::as_str).collect();
         let message = format!(
             "{}: {} of {} tensors are no part of a LoRA adapter and can't be ignored: {}",
-            self.file,
+            self.source.name,
             found.len(),
-            header.tensors.len(),
+            self.source.tensors.len(),
             listed(&found)
         );
         Reject::new(Code::UnknownTensor, message)

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
 use super::file;
-use super::header::Header;
 use super::reading::Reading;
 use super::reject::{Code, Loaded, Reject};
+use super::source::{Source, WEIGHTS};
 use super::weights::{Adapter, Notice};
 use crate::error::Result;
 
@@ -37,20 +37,15 @@ impl Loader {
         let dir = self.locate(dir)?;
         let config = PeftAdapterConfig::read(&dir.join(CONFIG), &mut self.notices)?;
         self.config = Some(config.clone());
-        let path = dir.join(WEIGHTS);
-        if !path.exists() {
+        let Some(source) = Source::open(&dir)? else {
             return Err(weights_missing(&dir));
-        }
-        let header = Header::read(&path)?;
-        self.total = header.tensors.len();
-        if header.tensors.is_empty() {
-            let message = format!("{}: holds no tensor; the adapter would answer like the base", path.display());
+        };
+        self.total = source.tensors.len();
+        if source.tensors.is_empty() {
+            let message = format!("{}: holds no tensor; the adapter would answer like the base", source.name);
             return Err(Reject::new(Code::NoTensors, message));
         }
-        let map = file::map(&path)?;
-        let file = path.display().to_string();
-        let mut adapter =
-            Reading { file: &file, map: &map, config: &config, base, notices: &mut self.notices }.adapter(&header)?;
+        let mut adapter = Reading { source: &source, config: &config, base, notices: &mut self.notices }.adapter()?;
         adapter.notices = std::mem::take(&mut self.notices);
         Ok(adapter)
     }
@@ -95,10 +90,15 @@ impl Loader {
 }
 
 pub(super) const CONFIG: &str = "adapter_config.json";
-const WEIGHTS: &str = "adapter_model.safetensors";
 
 fn weights_missing(dir: &Path) -> Box<Reject> {
-    for pickle in ["adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin"] {
+    for pickle in [
+        "adapter_model.bin",
+        "adapter_model.pt",
+        "adapter_model.pth",
+        "adapter_model.bin.index.json",
+        "pytorch_model.bin",
+    ] {
         let path = dir.join(pickle);
         if path.exists() {
             let message = format!(
@@ -108,6 +108,15 @@ fn weights_missing(dir: &Path) -> Box<Reject> {
             );
             return Reject::new(Code::WeightsPickle, message);
         }
+    }
+    let shard = |entry: std::io::Result<std::fs::DirEntry>| {
+        let name = entry.ok()?.file_name().into_string().ok()?;
+        (name.starts_with("adapter_model-") && name.ends_with(".safetensors")).then_some(name)
+    };
+    if let Some(shard) = std::fs::read_dir(dir).ok().and_then(|entries| entries.filter_map(shard).min()) {
+        let message =
+            format!("{}: found the shard {shard}, but no {WEIGHTS}.index.json that names the shards", dir.display());
+        return Reject::new(Code::ShardIndex, message);
     }
     Reject::new(Code::WeightsMissing, format!("{}: found no {WEIGHTS}", dir.display()))
 }

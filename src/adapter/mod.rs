@@ -17,6 +17,7 @@ mod reading;
 mod reject;
 mod resolve;
 mod site;
+mod source;
 mod targets;
 mod weights;
 

@@ -1,16 +1,13 @@
-//! One safetensors file being read into an [`Adapter`].
+//! One adapter's tensors being read into an [`Adapter`].
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
-use mmap_io::MemoryMappedFile;
 use safetensors::Dtype;
 
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
-use super::file;
 use super::float::Float;
-use super::header::{Header, TensorInfo};
+use super::header::TensorInfo;
 use super::json::excerpt;
 use super::judge::Use;
 use super::keys::Key;
@@ -18,31 +15,32 @@ use super::load::CONFIG;
 use super::reject::{Code, Loaded, Reject};
 use super::resolve::{Wanted, resolve};
 use super::site::SiteId;
+use super::source::Source;
 use super::weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};
 use crate::contract::MAX_RANK;
 use crate::dtype::DType;
 
-/// One file being read.
+/// One adapter being read.
 pub(super) struct Reading<'a> {
-    pub file: &'a str,
-    pub map: &'a MemoryMappedFile,
+    pub source: &'a Source,
     pub config: &'a PeftAdapterConfig,
     pub base: Option<&'a BaseModel>,
     pub notices: &'a mut Vec<Notice>,
 }
 
 impl Reading<'_> {
-    pub(super) fn adapter(mut self, header: &Header) -> Loaded<Adapter> {
-        let keys: Vec<_> = header.tensors.iter().map(|t| Key::parse(&t.name)).collect();
-        self.check_adapter_names(header, &keys)?;
-        let uses = match self.judge_all(header, &keys) {
-            Err(reject) if reject.code == Code::UnknownTensor => return Err(self.all_unknown(header, &keys)),
+    pub(super) fn adapter(mut self) -> Loaded<Adapter> {
+        let tensors = &self.source.tensors;
+        let keys: Vec<_> = tensors.iter().map(|t| Key::parse(&t.name)).collect();
+        self.check_adapter_names(&keys)?;
+        let uses = match self.judge_all(&keys) {
+            Err(reject) if reject.code == Code::UnknownTensor => return Err(self.all_unknown(&keys)),
             other => other?,
         };
         self.check_parts()?;
         // Pairs by module.
         let mut sides: BTreeMap<&str, [Option<&TensorInfo>; 2]> = BTreeMap::new();
-        for ((tensor, key), used) in header.tensors.iter().zip(&keys).zip(&uses) {
+        for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
             let side = match used {
                 Use::A => 0,
                 Use::B => 1,
@@ -69,8 +67,8 @@ impl Reading<'_> {
         if pairs.is_empty() {
             let message = format!(
                 "{}: none of its {} tensors is a LoRA pair; the adapter would answer like the base",
-                self.file,
-                header.tensors.len()
+                self.source.name,
+                tensors.len()
             );
             return Err(Reject::new(Code::NoTensors, message));
         }
@@ -85,7 +83,7 @@ impl Reading<'_> {
         }
         let wanted: Vec<_> =
             rated.iter().map(|(_, a, ..)| Wanted { name: &a.name, key: Key::parse(&a.name) }).collect();
-        let paths = resolve(self.file, &wanted, self.base, self.notices)?;
+        let paths = resolve(&self.source.name, &wanted, self.base, self.notices)?;
         let sites = self.sites(rated.iter().map(|(module, ..)| paths[module].as_str()));
         self.check_targets(rated.iter().map(|(module, ..)| *module));
         let mut host = Vec::with_capacity(rated.len());
@@ -95,9 +93,9 @@ impl Reading<'_> {
             host.push(HostPair { site, a, b, scale });
         }
         let mut unapplied = Vec::new();
-        let mut tensors = Vec::with_capacity(header.tensors.len());
+        let mut fates = Vec::with_capacity(tensors.len());
         let mut copies = Vec::new();
-        for ((tensor, key), used) in header.tensors.iter().zip(&keys).zip(&uses) {
+        for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
             let fate = match used {
                 Use::A | Use::B => Fate::Applied,
                 Use::BaseCopy => {
@@ -114,9 +112,9 @@ impl Reading<'_> {
             };
             let site = paths.get(key.module).map_or(key.module, String::as_str).into();
             let (name, dtype) = (tensor.name.to_string(), tensor.dtype.to_string());
-            tensors.push(TensorFate { name, dtype, shape: tensor.shape.to_vec(), fate, site });
+            fates.push(TensorFate { name, dtype, shape: tensor.shape.to_vec(), fate, site });
         }
-        let wide: Vec<_> = header.tensors.iter().filter(|t| t.dtype == Dtype::F64).map(|t| &*t.name).collect();
+        let wide: Vec<_> = tensors.iter().filter(|t| t.dtype == Dtype::F64).map(|t| &*t.name).collect();
         if !wide.is_empty() {
             self.note("N_F64", format!("F64, rounded to F32: {}", listed(&wide)));
         }
@@ -129,20 +127,20 @@ impl Reading<'_> {
             self.note("N_BASE_COPY", format!("equal to the base's own and passed over: {}", listed(&copies)));
         }
         let mut adapter = Adapter::new(self.config.clone(), scale, host, unapplied);
-        adapter.tensors = tensors;
+        adapter.tensors = fates;
         Ok(adapter)
     }
 
     pub(super) fn note(&mut self, code: &'static str, message: String) {
-        self.notices.push(Notice { code, message: format!("{}: {message}", self.file) });
+        self.notices.push(Notice { code, message: format!("{}: {message}", self.source.name) });
     }
 
     pub(super) fn at(&self, tensor: &TensorInfo) -> String {
-        format!("{}: tensor {:?}", self.file, excerpt(&tensor.name))
+        format!("{}: tensor {:?}", tensor.file.display(), excerpt(&tensor.name))
     }
 
     fn pattern(&self, error: super::PatternError) -> Box<Reject> {
-        Reject::new(Code::ConfigPattern, format!("{} beside {}: {error}", CONFIG, self.file))
+        Reject::new(Code::ConfigPattern, format!("{} beside {}: {error}", CONFIG, self.source.name))
     }
 
     /// Dimensions of a pair, and its rank against the config's.
@@ -198,7 +196,7 @@ impl Reading<'_> {
         if !narrow.is_finite() {
             let message = format!(
                 "{CONFIG} beside {}: lora_alpha or alpha_pattern scales {module} by {scale:e}, beyond the range of f32",
-                self.file
+                self.source.name
             );
             return Err(Reject::new(Code::ConfigAlpha, message));
         }
@@ -257,7 +255,7 @@ impl Reading<'_> {
             let message = format!("{} has dtype {}, expected F32, F16, BF16 or F64", self.at(tensor), tensor.dtype);
             return Err(Reject::new(Code::Dtype, message));
         };
-        let bytes = bytes_of(self.map, Path::new(self.file), tensor)?;
+        let bytes = self.source.bytes(tensor)?;
         let fault = |at: usize, code: Code, found: String| {
             let index = match *tensor.shape {
                 [_, cols] => format!("[{}, {}]", at / cols, at % cols),
@@ -286,11 +284,6 @@ impl Reading<'_> {
             }
         })
     }
-}
-
-/// A tensor's bytes in its file's map.
-pub(super) fn bytes_of<'m>(map: &'m MemoryMappedFile, path: &Path, tensor: &TensorInfo) -> Loaded<&'m [u8]> {
-    map.as_slice_bytes(tensor.start, tensor.end - tensor.start).map_err(|e| file::unreadable(path, &e))
 }
 
 /// The first few names, and how many there are.
