@@ -6,6 +6,7 @@ constexpr unsigned int MAX_OPERANDS = 8;
 constexpr unsigned int THREADS = 128;
 constexpr unsigned int BGMV_SHRINK_RANKS = 4;
 constexpr unsigned int BGMV_EXPAND_OUTPUTS = 256;
+constexpr unsigned int BGMV_PACK_ROWS = 8;
 constexpr unsigned int SGMV_TILE_ROWS = 16;
 constexpr unsigned int SGMV_SHRINK_RANKS = 16;
 constexpr unsigned int SGMV_EXPAND_OUTPUTS = 32;
@@ -38,6 +39,20 @@ struct Tile {
     unsigned int rows;
     // Unused.
     unsigned int reserved;
+};
+
+// Up to BGMV_PACK_ROWS rows of one slot, wherever they are in the batch. Kernels may use packs or take each row by itself.
+struct Pack {
+    // Slot of all the pack's rows; negative: this pack and those after it are unused.
+    int slot;
+    // Number of rows, 1..=BGMV_PACK_ROWS.
+    unsigned int rows;
+    // Their indices in the batch.
+    unsigned int row[BGMV_PACK_ROWS];
+    // Unused.
+    unsigned int reserved0;
+    // Unused.
+    unsigned int reserved1;
 };
 
 // One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
@@ -108,8 +123,8 @@ struct Params {
     unsigned int weights_len_hi;
     // Largest out_features of the sites in use.
     unsigned int max_out;
-    // Unused.
-    unsigned int reserved;
+    // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
+    unsigned int packs_at;
     // The sites; entries from `sites` on are zero.
     SiteParams site[MAX_SITES];
 };

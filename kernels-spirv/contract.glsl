@@ -5,6 +5,7 @@ const uint MAX_OPERANDS = 8;
 const uint THREADS = 128;
 const uint BGMV_SHRINK_RANKS = 4;
 const uint BGMV_EXPAND_OUTPUTS = 256;
+const uint BGMV_PACK_ROWS = 8;
 const uint SGMV_TILE_ROWS = 16;
 const uint SGMV_SHRINK_RANKS = 16;
 const uint SGMV_EXPAND_OUTPUTS = 32;
@@ -37,6 +38,20 @@ struct Tile {
     uint rows;
     // Unused.
     uint reserved;
+};
+
+// Up to BGMV_PACK_ROWS rows of one slot, wherever they are in the batch. Kernels may use packs or take each row by itself.
+struct Pack {
+    // Slot of all the pack's rows; negative: this pack and those after it are unused.
+    int slot;
+    // Number of rows, 1..=BGMV_PACK_ROWS.
+    uint rows;
+    // Their indices in the batch.
+    uint row[BGMV_PACK_ROWS];
+    // Unused.
+    uint reserved0;
+    // Unused.
+    uint reserved1;
 };
 
 // One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
@@ -107,8 +122,8 @@ struct Params {
     uint weights_len_hi;
     // Largest out_features of the sites in use.
     uint max_out;
-    // Unused.
-    uint reserved;
+    // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
+    uint packs_at;
     // The sites; entries from `sites` on are zero.
     SiteParams site[MAX_SITES];
 };

@@ -5,6 +5,7 @@ const MAX_OPERANDS: u32 = 8u;
 const THREADS: u32 = 128u;
 const BGMV_SHRINK_RANKS: u32 = 4u;
 const BGMV_EXPAND_OUTPUTS: u32 = 256u;
+const BGMV_PACK_ROWS: u32 = 8u;
 const SGMV_TILE_ROWS: u32 = 16u;
 const SGMV_SHRINK_RANKS: u32 = 16u;
 const SGMV_EXPAND_OUTPUTS: u32 = 32u;
@@ -37,6 +38,20 @@ struct Tile {
     rows: u32,
     // Unused.
     reserved: u32,
+}
+
+// Up to BGMV_PACK_ROWS rows of one slot, wherever they are in the batch. Kernels may use packs or take each row by itself.
+struct Pack {
+    // Slot of all the pack's rows; negative: this pack and those after it are unused.
+    slot: i32,
+    // Number of rows, 1..=BGMV_PACK_ROWS.
+    rows: u32,
+    // Their indices in the batch.
+    row: array<u32, 8>,
+    // Unused.
+    reserved0: u32,
+    // Unused.
+    reserved1: u32,
 }
 
 // One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
@@ -107,8 +122,8 @@ struct Params {
     weights_len_hi: u32,
     // Largest out_features of the sites in use.
     max_out: u32,
-    // Unused.
-    reserved: u32,
+    // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
+    packs_at: u32,
     // The sites; entries from `sites` on are zero.
     site: array<SiteParams, 4>,
 }

@@ -32,6 +32,8 @@ pub const THREADS: u32 = 128;
 pub const BGMV_SHRINK_RANKS: u32 = 4;
 /// BGMV expand: outputs of one row that a workgroup writes, two adjacent ones a thread.
 pub const BGMV_EXPAND_OUTPUTS: u32 = 256;
+/// BGMV: most rows in a [`Pack`].
+pub const BGMV_PACK_ROWS: usize = 8;
 /// SGMV: rows in a tile. All rows of a tile have one slot.
 pub const SGMV_TILE_ROWS: u32 = 16;
 /// SGMV shrink: rank rows of A that a workgroup takes for its tile.
@@ -62,11 +64,13 @@ macro_rules! block {
         }
     };
     (@rust sites) => { [SiteParams; MAX_SITES] };
+    (@rust rows) => { [u32; BGMV_PACK_ROWS] };
     (@rust $ty:tt) => { $ty };
     (@ty u32) => { render::Type::U32 };
     (@ty i32) => { render::Type::I32 };
     (@ty f32) => { render::Type::F32 };
     (@ty sites) => { render::Type::Sites };
+    (@ty rows) => { render::Type::Rows };
 }
 
 block! {
@@ -90,6 +94,22 @@ block! {
         rows: u32,
         /// Unused.
         reserved: u32,
+    }
+}
+
+block! {
+    /// Up to BGMV_PACK_ROWS rows of one slot, wherever they are in the batch. Kernels may use packs or take each row by itself.
+    Pack {
+        /// Slot of all the pack's rows; negative: this pack and those after it are unused.
+        slot: i32,
+        /// Number of rows, 1..=BGMV_PACK_ROWS.
+        rows: u32,
+        /// Their indices in the batch.
+        row: rows,
+        /// Unused.
+        reserved0: u32,
+        /// Unused.
+        reserved1: u32,
     }
 }
 
@@ -164,8 +184,8 @@ block! {
         weights_len_hi: u32,
         /// Largest out_features of the sites in use.
         max_out: u32,
-        /// Unused.
-        reserved: u32,
+        /// Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
+        packs_at: u32,
         /// The sites; entries from `sites` on are zero.
         site: sites,
     }
@@ -278,6 +298,7 @@ impl Kernel {
         };
         let batch_rows = (u64::from(params.row_first) + rows) * size_of::<RowRef>() as u64;
         let batch_tiles = u64::from(params.tiles_at) * 4 + u64::from(params.tiles) * size_of::<Tile>() as u64;
+        let batch_packs = u64::from(params.packs_at) * 4;
         let slots = u64::from(params.slots);
         let tables = sites
             .iter()
@@ -289,7 +310,7 @@ impl Kernel {
             .unwrap_or(0);
         let z =
             sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
-        let mut out = vec![batch_rows.max(batch_tiles), tables, 0];
+        let mut out = vec![batch_rows.max(batch_tiles).max(batch_packs), tables, 0];
         if self.is_expand() {
             out.push(z);
             for y in 0..MAX_SITES as u32 {
@@ -461,6 +482,7 @@ mod tests {
         assert_eq!(size_of::<Params>() % 16, 0);
         assert_eq!(std::mem::offset_of!(Params, site) % 16, 0);
         assert_eq!(size_of::<Tile>(), 16);
+        assert_eq!(size_of::<Pack>(), 48);
     }
 
     #[test]

@@ -13,6 +13,8 @@ pub enum Type {
     F32,
     /// `SiteParams[MAX_SITES]`.
     Sites,
+    /// `u32[BGMV_PACK_ROWS]`.
+    Rows,
 }
 
 /// A field of a block.
@@ -63,9 +65,9 @@ impl Language {
 
     fn ty(self, ty: Type) -> &'static str {
         match (self, ty) {
-            (Language::Cuda, Type::U32) => "unsigned int",
-            (Language::Glsl, Type::U32) => "uint",
-            (Language::Wgsl, Type::U32) => "u32",
+            (Language::Cuda, Type::U32 | Type::Rows) => "unsigned int",
+            (Language::Glsl, Type::U32 | Type::Rows) => "uint",
+            (Language::Wgsl, Type::U32 | Type::Rows) => "u32",
             (Language::Wgsl, Type::I32) => "i32",
             (_, Type::I32) => "int",
             (Language::Wgsl, Type::F32) => "f32",
@@ -75,14 +77,15 @@ impl Language {
     }
 }
 
-const BLOCKS: [Block; 4] = [RowRef::BLOCK, Tile::BLOCK, SiteParams::BLOCK, Params::BLOCK];
+const BLOCKS: [Block; 5] = [RowRef::BLOCK, Tile::BLOCK, Pack::BLOCK, SiteParams::BLOCK, Params::BLOCK];
 
-const CONSTANTS: [(&str, u32); 10] = [
+const CONSTANTS: [(&str, u32); 11] = [
     ("MAX_SITES", MAX_SITES as u32),
     ("MAX_OPERANDS", MAX_OPERANDS as u32),
     ("THREADS", THREADS),
     ("BGMV_SHRINK_RANKS", BGMV_SHRINK_RANKS),
     ("BGMV_EXPAND_OUTPUTS", BGMV_EXPAND_OUTPUTS),
+    ("BGMV_PACK_ROWS", BGMV_PACK_ROWS as u32),
     ("SGMV_TILE_ROWS", SGMV_TILE_ROWS),
     ("SGMV_SHRINK_RANKS", SGMV_SHRINK_RANKS),
     ("SGMV_EXPAND_OUTPUTS", SGMV_EXPAND_OUTPUTS),
@@ -125,8 +128,10 @@ pub fn prelude(language: Language) -> String {
             let ty = language.ty(field.ty);
             out.push_str(&match (language, field.ty) {
                 (Language::Wgsl, Type::Sites) => format!("    {}: array<{ty}, {MAX_SITES}>,\n", field.name),
+                (Language::Wgsl, Type::Rows) => format!("    {}: array<{ty}, {BGMV_PACK_ROWS}>,\n", field.name),
                 (Language::Wgsl, _) => format!("    {}: {ty},\n", field.name),
                 (_, Type::Sites) => format!("    {ty} {}[MAX_SITES];\n", field.name),
+                (_, Type::Rows) => format!("    {ty} {}[BGMV_PACK_ROWS];\n", field.name),
                 _ => format!("    {ty} {};\n", field.name),
             });
         }

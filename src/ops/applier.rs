@@ -250,6 +250,7 @@ impl Applier {
             max_rank: layout.max_rank(),
             tiles_at: capacity.tiles_at(),
             tiles: if op == Op::Sgmv { capacity.tiles } else { 0 },
+            packs_at: if op == Op::Bgmv { capacity.packs_at() } else { 0 },
             ..Params::default()
         };
         let batch = self.batch.slice(0, capacity.bytes())?;

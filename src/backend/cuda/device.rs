@@ -15,10 +15,16 @@ use crate::error::{Error, Result};
 /// The oldest compute capability that the PTX is made for.
 const OLDEST: (i32, i32) = (7, 0);
 
+/// Graphs keep such launches from CUDA 12.3 on.
+fn early_launches() -> Result<bool> {
+    Ok(driver::version()? >= 12_030)
+}
+
 /// A device's number and capabilities, before any context.
 #[derive(Debug)]
 pub(super) struct Candidate {
     number: CUdevice,
+    capability: (i32, i32),
     pub(super) caps: Caps,
 }
 
@@ -86,7 +92,7 @@ impl Candidate {
             max_groups: [x as u32, y as u32],
             subgroup: [warp, warp],
         };
-        Ok(Self { number, caps })
+        Ok(Self { number, capability: (major, minor), caps })
     }
 }
 
@@ -97,6 +103,10 @@ pub(super) struct Device {
     context: Handle<CUctx_st>,
     /// Whether the primary context is retained, and so has to be released.
     retained: bool,
+    /// Compute capability.
+    pub(super) capability: (i32, i32),
+    /// Whether launches may start before the one before has ended, in captured graphs too.
+    pub(super) early_launches: bool,
     pub(super) caps: Caps,
 }
 
@@ -106,7 +116,15 @@ impl Device {
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: writes one handle.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, candidate.number) })?;
-        Ok(Self { number: candidate.number, context: Handle(context), retained: true, caps: candidate.caps })
+        let Candidate { number, capability, caps } = candidate;
+        Ok(Self {
+            number,
+            context: Handle(context),
+            retained: true,
+            capability,
+            early_launches: early_launches()?,
+            caps,
+        })
     }
 
     /// A host's context, which stays the host's.
@@ -120,8 +138,15 @@ impl Device {
         let mut number = 0;
         // SAFETY: writes one integer; a context is current.
         check("cuCtxGetDevice", unsafe { sys::cuCtxGetDevice(&mut number) })?;
-        let caps = Candidate::of(number)?.caps;
-        Ok(Self { number, context: Handle(context), retained: false, caps })
+        let Candidate { capability, caps, .. } = Candidate::of(number)?;
+        Ok(Self {
+            number,
+            context: Handle(context),
+            retained: false,
+            capability,
+            early_launches: early_launches()?,
+            caps,
+        })
     }
 
     /// Makes the context current on this thread until the guard is dropped; then the one before is again.

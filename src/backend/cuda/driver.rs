@@ -40,7 +40,7 @@ const FUNCTIONS: &[&str] = &[
     "cuGraphExecDestroy",
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
-    "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFreeHost",
     "cuMemFree_v2",

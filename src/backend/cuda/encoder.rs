@@ -5,11 +5,14 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUfunc_st, CUstream};
+use cudarc::driver::sys::{
+    self, CUfunc_st, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUstream,
+};
 
 use super::driver::{Handle, check};
 use super::memory::{Chunk, Memory};
-use super::module::Function;
+use super::module::{Function, Variant};
+use super::packs::{Chain, Shape, shape};
 use super::queue::Shared;
 use crate::backend::{Encoder, Launch, check_copy, check_write};
 use crate::contract::{MAX_OPERANDS, Params, THREADS};
@@ -63,6 +66,9 @@ enum Command {
 struct Resolved {
     function: Handle<CUfunc_st>,
     groups: [u32; 3],
+    threads: u32,
+    /// Whether it may start before the launch before it has ended.
+    early: bool,
     /// Addresses of the operands; absent ones are 0.
     operands: [u64; MAX_OPERANDS],
     /// Operands that the kernel declares.
@@ -101,24 +107,30 @@ impl Resolved {
         }
         arguments[self.declared] = std::ptr::from_ref(&self.params).cast_mut().cast();
         let [x, y, z] = self.groups;
+        // A kernel that was made for it, after another launch: `Chain`.
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream,
+            attrs: &mut attribute,
+            numAttrs: self.early.into(),
+        };
         // SAFETY: the kernel takes `declared` addresses and then Params, as `arguments` points at; the driver
         // copies them before it returns and writes none. Launch::new found every operand as large as a kernel
         // that keeps to the contract needs, and aligned; the encoder found them of this backend. They are
         // kept as in `List::enqueue`.
-        check("cuLaunchKernel", unsafe {
-            sys::cuLaunchKernel(
-                self.function.0,
-                x,
-                y,
-                z,
-                THREADS,
-                1,
-                1,
-                0,
-                stream,
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&config, self.function.0, arguments.as_mut_ptr(), std::ptr::null_mut())
         })
     }
 }
@@ -128,6 +140,7 @@ impl Resolved {
 pub(super) struct CudaEncoder<'a> {
     shared: &'a Shared,
     commands: Option<Commands>,
+    chain: Chain,
     /// Why writes can't be recorded, if so.
     no_writes: Option<&'static str>,
 }
@@ -135,7 +148,7 @@ pub(super) struct CudaEncoder<'a> {
 impl<'a> CudaEncoder<'a> {
     /// Nothing recorded yet.
     pub(super) fn new(shared: &'a Shared, no_writes: Option<&'static str>) -> Self {
-        Self { shared, commands: Some(shared.commands()), no_writes }
+        Self { shared, commands: Some(shared.commands()), chain: Chain::default(), no_writes }
     }
 
     /// What was recorded; to be given to [`Shared::recycle`] afterwards.
@@ -174,7 +187,7 @@ impl Encoder for CudaEncoder<'_> {
         for launch in batch {
             let (pipeline, operands) = (launch.pipeline(), launch.operands());
             let function = match pipeline.inner::<Function>() {
-                Some(function) if function.backend == self.shared.id => function.raw,
+                Some(function) if function.backend == self.shared.id => function,
                 _ => return Err(Error::shape("pipeline", "a kernel of another backend", "a kernel of this one")),
             };
             let mut addresses = [0; MAX_OPERANDS];
@@ -182,14 +195,23 @@ impl Encoder for CudaEncoder<'_> {
                 Memory::check(region, self.shared)?;
                 addresses[i] = region.ptr().0;
             }
-            let groups = launch.groups(self.shared.device.caps.max_groups)?;
+            let max_groups = self.shared.device.caps.max_groups;
+            let Shape { groups, threads, params } = match function.variant {
+                Variant::Plain => {
+                    Shape { groups: launch.groups(max_groups)?, threads: THREADS, params: *launch.params() }
+                }
+                Variant::Packs => shape(launch, max_groups),
+            };
             if groups.contains(&0) {
                 continue;
             }
+            let able = function.variant == Variant::Packs && self.shared.device.early_launches;
+            let early = self.chain.link(launch, able);
             let declared = pipeline.kernel().operands().len();
             let list = &mut self.commands().list;
             list.commands.push(Command::Launch(list.launches.len()));
-            list.launches.push(Resolved { function, groups, operands: addresses, declared, params: *launch.params() });
+            let function = function.raw;
+            list.launches.push(Resolved { function, groups, threads, early, operands: addresses, declared, params });
             list.owners.extend(operands.iter().map(|region| region.owner().clone()));
         }
         Ok(())
@@ -205,6 +227,7 @@ impl Encoder for CudaEncoder<'_> {
             return Ok(());
         }
         let from = Handle(self.stage(bytes)?.cast_mut());
+        self.chain.cut();
         let list = &mut self.commands().list;
         list.commands.push(Command::Write { to: dst.ptr().0, from, len: bytes.len() });
         list.owners.push(dst.owner().clone());
@@ -218,6 +241,7 @@ impl Encoder for CudaEncoder<'_> {
         if dst.is_empty() {
             return Ok(());
         }
+        self.chain.cut();
         let list = &mut self.commands().list;
         list.commands.push(Command::Copy { to: dst.ptr().0, from: src.ptr().0, len: dst.len() as usize });
         list.owners.extend([dst.owner().clone(), src.owner().clone()]);

@@ -11,6 +11,7 @@ mod graph;
 mod host;
 mod memory;
 mod module;
+mod packs;
 mod queue;
 
 use std::sync::Arc;

@@ -10,9 +10,11 @@ use std::sync::{Arc, Mutex};
 use cudarc::driver::sys::{self, CUfunc_st, CUfunction_attribute, CUjit_option, CUmod_st, CUmodule};
 
 use super::driver::{Handle, check};
+use super::packs;
 use super::queue::{Shared, lock};
 use crate::backend::Pipeline;
 use crate::contract::{Kernel, Spec, THREADS};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// The PTX of all types of one kernel, made by `kernels-cuda/build`.
@@ -25,12 +27,53 @@ const fn ptx(kernel: Kernel) -> &'static str {
     }
 }
 
+/// The PTX of what [`Variant::Packs`] has of a kernel.
+const fn packs_ptx(kernel: Kernel) -> Option<&'static str> {
+    match kernel {
+        Kernel::BgmvShrink => Some(include_str!("../../../kernels-cuda/ptx/bgmv_shrink_sm90.ptx")),
+        Kernel::BgmvExpand => Some(include_str!("../../../kernels-cuda/ptx/bgmv_expand_sm90.ptx")),
+        Kernel::SgmvShrink | Kernel::SgmvExpand => None,
+    }
+}
+
+/// How a kernel is written. Chosen by device and types alone, so a row's bits are the same in every launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Variant {
+    /// As the contract lays out its workgroups: any device, any types.
+    Plain,
+    /// By packs of rows, with tensor cores and clusters ([`packs`]): bf16 from compute capability 9.0 on.
+    Packs,
+}
+
+impl Variant {
+    fn of(capability: (i32, i32), kernel: Kernel, spec: Spec) -> Self {
+        let bf16 = spec == Spec { act: DType::Bf16, weight: DType::Bf16 };
+        if bf16 && capability >= (9, 0) && packs_ptx(kernel).is_some() { Self::Packs } else { Self::Plain }
+    }
+
+    fn ptx(self, kernel: Kernel) -> &'static str {
+        match self {
+            Self::Packs => packs_ptx(kernel).unwrap_or_else(|| ptx(kernel)),
+            Self::Plain => ptx(kernel),
+        }
+    }
+
+    /// Most threads of a block.
+    fn threads(self, kernel: Kernel) -> u32 {
+        match (self, kernel) {
+            (Self::Packs, Kernel::BgmvShrink) => packs::SHRINK_WARPS * 32,
+            _ => THREADS,
+        }
+    }
+}
+
 /// What a [`Pipeline`] holds: a kernel of a loaded module.
 #[derive(Debug)]
 pub(super) struct Function {
     /// [`Shared::id`] of the backend whose module it is of.
     pub(super) backend: u64,
     pub(super) raw: Handle<CUfunc_st>,
+    pub(super) variant: Variant,
 }
 
 /// Modules loaded so far, and their kernels.
@@ -39,7 +82,7 @@ pub(super) struct Modules(Mutex<Loaded>);
 
 #[derive(Debug, Default)]
 struct Loaded {
-    modules: BTreeMap<Kernel, Handle<CUmod_st>>,
+    modules: BTreeMap<(Kernel, Variant), Handle<CUmod_st>>,
     functions: BTreeMap<(Kernel, Spec), Arc<Function>>,
 }
 
@@ -65,23 +108,24 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
         return Ok(Pipeline::new(kernel, spec, function.clone()));
     }
     let _bound = shared.device.bind()?;
-    let module = match loaded.modules.get(&kernel) {
+    let variant = Variant::of(shared.device.capability, kernel, spec);
+    let module = match loaded.modules.get(&(kernel, variant)) {
         Some(module) => *module,
         None => {
-            let module = compile(kernel)?;
-            loaded.modules.insert(kernel, module);
+            let module = compile(kernel, variant)?;
+            loaded.modules.insert((kernel, variant), module);
             module
         }
     };
-    let function = Arc::new(Function { backend: shared.id, raw: find(module, kernel, spec)? });
+    let function = Arc::new(Function { backend: shared.id, raw: find(module, kernel, variant, spec)?, variant });
     loaded.functions.insert((kernel, spec), function.clone());
     Ok(Pipeline::new(kernel, spec, function))
 }
 
 /// Has the driver compile the PTX for the current context's device. The driver keeps the result on disk.
-fn compile(kernel: Kernel) -> Result<Handle<CUmod_st>> {
+fn compile(kernel: Kernel, variant: Variant) -> Result<Handle<CUmod_st>> {
     let started = std::time::Instant::now();
-    let image = CString::new(ptx(kernel)).map_err(|_| Error::Driver {
+    let image = CString::new(variant.ptx(kernel)).map_err(|_| Error::Driver {
         call: "cuModuleLoadData",
         message: format!("{}.ptx holds a zero byte", kernel.name()),
     })?;
@@ -114,7 +158,7 @@ fn compile(kernel: Kernel) -> Result<Handle<CUmod_st>> {
 }
 
 /// The entry for `spec`, put on the device now and not at its first launch, which may be in a capture.
-fn find(module: Handle<CUmod_st>, kernel: Kernel, spec: Spec) -> Result<Handle<CUfunc_st>> {
+fn find(module: Handle<CUmod_st>, kernel: Kernel, variant: Variant, spec: Spec) -> Result<Handle<CUfunc_st>> {
     let entry = entry(kernel, spec);
     let missing = |message| Error::Driver { call: "cuModuleGetFunction", message };
     let name = CString::new(entry.as_str()).map_err(|error| missing(error.to_string()))?;
@@ -130,8 +174,9 @@ fn find(module: Handle<CUmod_st>, kernel: Kernel, spec: Spec) -> Result<Handle<C
     let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
     // SAFETY: a function of a loaded module; writes one integer.
     check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut threads, most, function) })?;
-    if (threads as u32) < THREADS {
-        return Err(missing(format!("{entry} runs with at most {threads} threads a block, {THREADS} are needed")));
+    let needed = variant.threads(kernel);
+    if (threads as u32) < needed {
+        return Err(missing(format!("{entry} runs with at most {threads} threads a block, {needed} are needed")));
     }
     Ok(Handle(function))
 }
@@ -145,16 +190,18 @@ fn entry(kernel: Kernel, spec: Spec) -> String {
 mod tests {
     use super::*;
     use crate::contract::Params;
-    use crate::dtype::DType;
 
     #[test]
     fn the_ptx_has_an_entry_for_every_kernel_and_type_with_the_contract_s_arguments() {
-        for kernel in Kernel::ALL {
-            for act in DType::ALL {
-                for weight in DType::ALL {
-                    let name = entry(kernel, Spec { act, weight });
-                    let (_, declaration) =
-                        ptx(kernel).split_once(&format!(".visible .entry {name}(")).expect("no such entry");
+        let old = ((7, 0), DType::ALL.to_vec());
+        let new = ((9, 0), vec![DType::Bf16]);
+        for (kernel, (capability, types)) in Kernel::ALL.into_iter().flat_map(|k| [(k, &old), (k, &new)]) {
+            for &act in types {
+                for &weight in types {
+                    let spec = Spec { act, weight };
+                    let name = entry(kernel, spec);
+                    let text = Variant::of(*capability, kernel, spec).ptx(kernel);
+                    let (_, declaration) = text.split_once(&format!(".visible .entry {name}(")).expect("no such entry");
                     let (arguments, _) = declaration.split_once(')').expect("no end of its arguments");
                     let arguments: Vec<_> = arguments.split(',').map(str::trim).collect();
                     let (params, addresses) = arguments.split_last().expect("no arguments");
@@ -171,6 +218,8 @@ mod tests {
     fn the_ptx_is_of_an_isa_that_drivers_of_cuda_12_0_load() {
         for kernel in Kernel::ALL {
             assert!(ptx(kernel).contains("\n.version 8.0\n.target sm_70\n"), "{}", kernel.name());
+            let packs = packs_ptx(kernel).is_none_or(|ptx| ptx.contains("\n.version 8.0\n.target sm_90\n"));
+            assert!(packs, "{}", kernel.name());
         }
     }
 }
