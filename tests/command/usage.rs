@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use crate::{command, finish, fixture, lorapool};
 
-const COMMANDS: [&str; 6] = ["devices", "audit", "run", "apply", "conform", "soak"];
+const COMMANDS: [&str; 7] = ["devices", "audit", "run", "apply", "conform", "soak", "bench"];
 
 #[test]
 fn help_lists_every_command_and_each_one_has_examples() {

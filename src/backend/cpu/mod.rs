@@ -64,7 +64,7 @@ pub fn open(index: usize) -> Result<Arc<dyn GpuBackend>> {
 /// let memory = backend.alloc(8, "two words")?;
 /// backend.submit(&mut |encoder| encoder.write(&memory.slice(4, 4)?, &[1, 2, 3, 4]))?;
 /// assert_eq!(backend.read(&memory)?, [0, 0, 0, 0, 1, 2, 3, 4]);
-/// # lorapool::Result::Ok(())
+/// # Ok::<(), lorapool::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct CpuBackend {

@@ -25,6 +25,9 @@ const LEAST: usize = 3;
 /// Rank of the small adapter.
 const SMALL_RANK: u32 = 8;
 
+/// Width of a group's input, and widths of its outputs.
+type Widths = (u32, Vec<u32>);
+
 /// Sites of Llama-3.1-8B, all layers.
 pub fn llama(layers: usize) -> Vec<SiteSpec> {
     let shapes = [
@@ -250,7 +253,7 @@ impl Rig {
     /// Records a step. Layers share activations: a model's are no larger than one layer's either.
     fn record(&self, applier: &Applier, op: Op, plan: &Plan) -> Result<Box<dyn Graph>> {
         let rows = u64::from(plan.capacity().rows);
-        let mut kept: Vec<((u32, Vec<u32>), Vec<Matrix>)> = Vec::new();
+        let mut kept: Vec<(Widths, Vec<Matrix>)> = Vec::new();
         let matrix = |width: u32| -> Result<Matrix> {
             let region =
                 self.gpu.alloc((rows * u64::from(width) * self.act.size()).next_multiple_of(4), "activations")?;
