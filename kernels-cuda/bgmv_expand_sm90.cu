@@ -12,25 +12,6 @@ constexpr u32 OUTPUTS = 32;
 constexpr u32 UNITS = 4;
 constexpr u32 WARPS = THREADS / 32;
 
-DEVICE u32 pair_of_bf16(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-DEVICE float low_half(u32 word) { return __uint_as_float(word << 16); }
-DEVICE float high_half(u32 word) { return __uint_as_float(word & 0xffff0000u); }
-DEVICE u32 add2(u32 word, float scale, float low, float high) {
-    return pair_of_bf16(__fmaf_rn(scale, low, low_half(word)), __fmaf_rn(scale, high, high_half(word)));
-}
-
-// The upper halves of two floats, side by side; what is left of the floats stays in them.
-DEVICE u32 take_high(float& low, float& high) {
-    const u32 a = __float_as_uint(low) & 0xffff0000u, b = __float_as_uint(high) & 0xffff0000u;
-    low = __fsub_rn(low, __uint_as_float(a));
-    high = __fsub_rn(high, __uint_as_float(b));
-    return a >> 16 | b;
-}
-
 // Rank chunks in a step, as a power of two: the fewer an adapter has, the more outputs a warp takes at a time.
 DEVICE u32 depth_of(u32 rank) { return rank <= RANKS ? 0 : rank <= 2 * RANKS ? 1 : 2; }
 
@@ -127,9 +108,7 @@ DEVICE void finish(const Params& p, const u32* batch, const float* z, u16* y, co
     const bool y_wide = is_wide(y, site.y_stride);
 #pragma unroll
     for (u32 run = 0; run < RUNS; run++) {
-        float sum[4][4];
-#pragma unroll
-        for (u32 m = 0; m < 4; m++) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.0f;
+        float sum[4][4] = {};
         for (u32 chunk = 0;;) {
 #pragma unroll
             for (u32 c = 0; c < CHUNKS; c++) {
@@ -137,9 +116,11 @@ DEVICE void finish(const Params& p, const u32* batch, const float* z, u16* y, co
 #pragma unroll
                 for (u32 t = 0; t < 3; t++)
 #pragma unroll
-                    for (u32 m = 0; m < 4; m++)
-                        mma(sum[m], parts[c][2 - t][0], 0, parts[c][2 - t][1], 0, w[run * CHUNKS + c][m].x,
-                            w[run * CHUNKS + c][m].y);
+                    for (u32 m = 0; m < 4; m++) {
+                        const uint2 b = w[run * CHUNKS + c][m];
+                        if (DEPTH < 2 && c == 0 && t == 0) mma_first(sum[m], parts[c][2][0], 0, parts[c][2][1], 0, b.x, b.y);
+                        else mma(sum[m], parts[c][2 - t][0], 0, parts[c][2 - t][1], 0, b.x, b.y);
+                    }
             }
             chunk += CHUNKS;
             if (DEPTH < 2 || chunk * RANKS >= work.rank) break;

@@ -1,4 +1,4 @@
-// What the decode kernels for sm_90 share: bf16 tensor-core products, packs of rows, and the start before the end of
+// What the kernels for sm_90 share: bf16 tensor-core products, packs of rows, and the start before the end of
 // the launch before.
 #pragma once
 #include "common.cuh"
@@ -18,6 +18,14 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c = A B.
+DEVICE void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
 // Weights: read once, so past the first-level cache.
@@ -43,6 +51,26 @@ DEVICE uint4 some8(const u16* p, u32 count) {
 }
 
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
+
+// Two floats rounded to bf16, side by side.
+DEVICE u32 pair_of_bf16(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+DEVICE float low_half(u32 word) { return __uint_as_float(word << 16); }
+DEVICE float high_half(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+DEVICE u32 add2(u32 word, float scale, float low, float high) {
+    return pair_of_bf16(__fmaf_rn(scale, low, low_half(word)), __fmaf_rn(scale, high, high_half(word)));
+}
+
+// The upper halves of two floats, side by side; what is left of the floats stays in them.
+DEVICE u32 take_high(float& low, float& high) {
+    const u32 a = __float_as_uint(low) & 0xffff0000u, b = __float_as_uint(high) & 0xffff0000u;
+    low = __fsub_rn(low, __uint_as_float(a));
+    high = __fsub_rn(high, __uint_as_float(b));
+    return a >> 16 | b;
+}
 
 // The launch before may still run when this one starts: weights, tables and batch are not its to write. All
 // else waits for its end. Of the blocks without work only the first waits: one is enough for the end of a launch to

@@ -12,8 +12,9 @@ use cudarc::driver::sys::{
 use super::driver::{Handle, check};
 use super::memory::{Chunk, Memory};
 use super::module::{Function, Variant};
-use super::packs::{Chain, Shape, shape};
+
 use super::queue::Shared;
+use super::sm90::{Chain, Shape, shape};
 use crate::backend::{Encoder, Launch, check_copy, check_write};
 use crate::contract::{MAX_OPERANDS, Params, THREADS};
 use crate::error::{Error, Result};
@@ -200,12 +201,12 @@ impl Encoder for CudaEncoder<'_> {
                 Variant::Plain => {
                     Shape { groups: launch.groups(max_groups)?, threads: THREADS, params: *launch.params() }
                 }
-                Variant::Packs => shape(launch, max_groups),
+                Variant::Sm90 => shape(launch, max_groups),
             };
             if groups.contains(&0) {
                 continue;
             }
-            let able = function.variant == Variant::Packs && self.shared.device.early_launches;
+            let able = function.variant == Variant::Sm90 && self.shared.device.early_launches;
             let early = self.chain.link(launch, able);
             let declared = pipeline.kernel().operands().len();
             let list = &mut self.commands().list;

@@ -11,8 +11,8 @@ mod graph;
 mod host;
 mod memory;
 mod module;
-mod packs;
 mod queue;
+mod sm90;
 
 use std::sync::Arc;
 

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 use cudarc::driver::sys::{self, CUfunc_st, CUfunction_attribute, CUjit_option, CUmod_st, CUmodule};
 
 use super::driver::{Handle, check};
-use super::packs;
 use super::queue::{Shared, lock};
+use super::sm90;
 use crate::backend::Pipeline;
 use crate::contract::{Kernel, Spec, THREADS};
 use crate::dtype::DType;
@@ -27,12 +27,13 @@ const fn ptx(kernel: Kernel) -> &'static str {
     }
 }
 
-/// The PTX of what [`Variant::Packs`] has of a kernel.
-const fn packs_ptx(kernel: Kernel) -> Option<&'static str> {
+/// The PTX of [`Variant::Sm90`], made by the same.
+const fn sm90_ptx(kernel: Kernel) -> &'static str {
     match kernel {
-        Kernel::BgmvShrink => Some(include_str!("../../../kernels-cuda/ptx/bgmv_shrink_sm90.ptx")),
-        Kernel::BgmvExpand => Some(include_str!("../../../kernels-cuda/ptx/bgmv_expand_sm90.ptx")),
-        Kernel::SgmvShrink | Kernel::SgmvExpand => None,
+        Kernel::BgmvShrink => include_str!("../../../kernels-cuda/ptx/bgmv_shrink_sm90.ptx"),
+        Kernel::BgmvExpand => include_str!("../../../kernels-cuda/ptx/bgmv_expand_sm90.ptx"),
+        Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink_sm90.ptx"),
+        Kernel::SgmvExpand => include_str!("../../../kernels-cuda/ptx/sgmv_expand_sm90.ptx"),
     }
 }
 
@@ -41,19 +42,19 @@ const fn packs_ptx(kernel: Kernel) -> Option<&'static str> {
 pub(super) enum Variant {
     /// As the contract lays out its workgroups: any device, any types.
     Plain,
-    /// By packs of rows, with tensor cores and clusters ([`packs`]): bf16 from compute capability 9.0 on.
-    Packs,
+    /// With tensor cores, clusters and early launches ([`sm90`]): bf16 from compute capability 9.0 on.
+    Sm90,
 }
 
 impl Variant {
-    fn of(capability: (i32, i32), kernel: Kernel, spec: Spec) -> Self {
+    fn of(capability: (i32, i32), spec: Spec) -> Self {
         let bf16 = spec == Spec { act: DType::Bf16, weight: DType::Bf16 };
-        if bf16 && capability >= (9, 0) && packs_ptx(kernel).is_some() { Self::Packs } else { Self::Plain }
+        if bf16 && capability >= (9, 0) { Self::Sm90 } else { Self::Plain }
     }
 
     fn ptx(self, kernel: Kernel) -> &'static str {
         match self {
-            Self::Packs => packs_ptx(kernel).unwrap_or_else(|| ptx(kernel)),
+            Self::Sm90 => sm90_ptx(kernel),
             Self::Plain => ptx(kernel),
         }
     }
@@ -61,7 +62,7 @@ impl Variant {
     /// Most threads of a block.
     fn threads(self, kernel: Kernel) -> u32 {
         match (self, kernel) {
-            (Self::Packs, Kernel::BgmvShrink) => packs::SHRINK_WARPS * 32,
+            (Self::Sm90, Kernel::BgmvShrink) => sm90::SHRINK_WARPS * 32,
             _ => THREADS,
         }
     }
@@ -108,7 +109,7 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
         return Ok(Pipeline::new(kernel, spec, function.clone()));
     }
     let _bound = shared.device.bind()?;
-    let variant = Variant::of(shared.device.capability, kernel, spec);
+    let variant = Variant::of(shared.device.capability, spec);
     let module = match loaded.modules.get(&(kernel, variant)) {
         Some(module) => *module,
         None => {
@@ -200,7 +201,7 @@ mod tests {
                 for &weight in types {
                     let spec = Spec { act, weight };
                     let name = entry(kernel, spec);
-                    let text = Variant::of(*capability, kernel, spec).ptx(kernel);
+                    let text = Variant::of(*capability, spec).ptx(kernel);
                     let (_, declaration) = text.split_once(&format!(".visible .entry {name}(")).expect("no such entry");
                     let (arguments, _) = declaration.split_once(')').expect("no end of its arguments");
                     let arguments: Vec<_> = arguments.split(',').map(str::trim).collect();
@@ -218,8 +219,7 @@ mod tests {
     fn the_ptx_is_of_an_isa_that_drivers_of_cuda_12_0_load() {
         for kernel in Kernel::ALL {
             assert!(ptx(kernel).contains("\n.version 8.0\n.target sm_70\n"), "{}", kernel.name());
-            let packs = packs_ptx(kernel).is_none_or(|ptx| ptx.contains("\n.version 8.0\n.target sm_90\n"));
-            assert!(packs, "{}", kernel.name());
+            assert!(sm90_ptx(kernel).contains("\n.version 8.0\n.target sm_90\n"), "{}", kernel.name());
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Launches of the decode kernels that take packs of rows (`kernels-cuda/sm90.cuh`): their grids, and their start
-//! before the end of the launch before.
+//! Launches of the kernels for compute capability 9.0 (`kernels-cuda/sm90.cuh`): their grids, and their start before
+//! the end of the launch before.
 //!
 //! Such a kernel reads batch, tables and weights at once, and waits for the launch before only then. So its launch
 //! may be told to start early where it directly follows another launch of ours, unless one of those that may still
@@ -11,15 +11,19 @@ use crate::memory::Region;
 
 /// Blocks of a cluster, which split the columns of A.
 const CLUSTER: u32 = 8;
-/// Most warps of a block of the shrink.
+/// Most warps of a block of the decode shrink.
 pub(super) const SHRINK_WARPS: u32 = 16;
-/// Columns that a warp of the shrink takes at a time: 4 chunks of 32.
+/// Columns that a warp of the decode shrink takes at a time: 4 chunks of 32.
 const CHUNK: u32 = 32;
 const CHUNKS: u32 = 4;
 /// Ranks that one product takes.
 const RANKS: u32 = 16;
-/// Outputs by ranks that a warp of the expand takes at a time: 128 by 16, 64 by 32, or 32 by 64.
+/// Outputs by ranks that a warp of an expand takes at a time: 128 by 16, 64 by 32, or 32 by 64.
 const OUTPUTS: u32 = 128;
+/// Most packs that have blocks of their own.
+const PACKS: u32 = 64;
+/// Tiles that a block of a prefill kernel takes.
+const TILES: u32 = 4;
 
 /// A launch's blocks, threads of each, and parameters.
 pub(super) struct Shape {
@@ -31,27 +35,33 @@ pub(super) struct Shape {
 /// How `launch` is made on a device of `max_groups`.
 pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2]) -> Shape {
     let mut params = *launch.params();
-    let words = launch.operands()[0].len() / 4;
-    let packs = match params.packs_at {
-        0 => params.rows,
-        at => (words.saturating_sub(at.into()) * 4 / size_of::<Pack>() as u64).min(u32::MAX.into()) as u32,
-    };
-    // The tiles' place is free in these kernels: the number of packs.
-    params.tiles = packs;
-    let (groups, threads) = match launch.pipeline().kernel() {
+    let kernel = launch.pipeline().kernel();
+    let blocks = params.max_rank.div_ceil(RANKS);
+    let outputs = OUTPUTS >> blocks.saturating_sub(1).min(2);
+    let parts = params.max_out.div_ceil(outputs).div_ceil(THREADS / 32);
+    let quads = params.tiles.div_ceil(TILES);
+    let clusters = |wanted: u32| wanted.min(max_groups[0] / CLUSTER) * CLUSTER;
+    if matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand) {
+        let words = launch.operands()[0].len() / 4;
+        // The tiles' place is free in these kernels: the number of packs.
+        params.tiles = match params.packs_at {
+            0 => params.rows,
+            at => (words.saturating_sub(at.into()) * 4 / size_of::<Pack>() as u64).min(u32::MAX.into()) as u32,
+        };
+    }
+    // A batch of many rows seldom has as many packs: blocks take several where it does.
+    let turns = params.tiles.min(PACKS);
+    let (groups, threads) = match kernel {
         Kernel::BgmvShrink => {
             // By the columns alone: the order of a sum must not depend on anything else.
             let chunks = params.in_features.div_ceil(CHUNK);
             let warps = chunks.div_ceil(CLUSTER * CHUNKS).clamp(1, SHRINK_WARPS);
-            let clusters = packs.min(max_groups[0] / CLUSTER);
-            ([clusters * CLUSTER, params.max_rank.div_ceil(RANKS), params.sites], warps * 32)
+            ([clusters(turns), blocks, params.sites], warps * 32)
         }
-        _ => {
-            let blocks = params.max_rank.div_ceil(RANKS);
-            let outputs = OUTPUTS >> blocks.saturating_sub(1).min(2);
-            let parts = params.max_out.div_ceil(outputs);
-            ([parts.div_ceil(THREADS / 32), packs.min(max_groups[1]), params.sites], THREADS)
-        }
+        Kernel::BgmvExpand => ([parts, turns, params.sites], THREADS),
+        // Up to rank 16 a cluster takes 16 ranks, else 32.
+        Kernel::SgmvShrink => ([clusters(quads), blocks.div_ceil(blocks.min(2).max(1)), params.sites], THREADS),
+        Kernel::SgmvExpand => ([parts, quads.min(max_groups[1]), params.sites], THREADS),
     };
     Shape { groups, threads, params }
 }
