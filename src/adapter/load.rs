@@ -23,6 +23,27 @@ pub fn load(dir: impl AsRef<Path>, base: Option<&BaseModel>) -> Result<Adapter> 
     Ok(Loader::default().load(dir.as_ref(), base)?)
 }
 
+/// The config and the pickled weights (`adapter_model.bin`) of an adapter that has no safetensors: what a conversion
+/// starts from. Read the weights with [`StateDict`](super::StateDict).
+///
+/// # Errors
+/// [`Error::Reject`](crate::Error::Reject) where there is no adapter; [`Error::Input`](crate::Error::Input) where there
+/// is nothing to convert.
+pub fn pickled(dir: impl AsRef<Path>) -> Result<(PathBuf, PathBuf)> {
+    let dir = Loader::default().locate(dir.as_ref())?;
+    file::open(&dir.join(CONFIG))?;
+    if dir.join(WEIGHTS).exists() {
+        return Err(crate::Error::Input(format!("{}: has {WEIGHTS}, so nothing is to be converted", dir.display())));
+    }
+    match pickle_of(&dir) {
+        Some(path) if path.extension().is_some_and(|extension| extension == "json") => {
+            Err(crate::Error::Input(format!("{}: pickles in shards can't be converted", path.display())))
+        }
+        Some(path) => Ok((dir.join(CONFIG), path)),
+        None => Err(weights_missing(&dir).into()),
+    }
+}
+
 /// What is known so far: a refused adapter's audit shows it.
 #[derive(Debug, Default)]
 pub(super) struct Loader {
@@ -91,23 +112,27 @@ impl Loader {
 
 pub(super) const CONFIG: &str = "adapter_config.json";
 
-fn weights_missing(dir: &Path) -> Box<Reject> {
-    for pickle in [
+/// The pickle that trainers save where they don't save safetensors.
+fn pickle_of(dir: &Path) -> Option<PathBuf> {
+    let names = [
         "adapter_model.bin",
         "adapter_model.pt",
         "adapter_model.pth",
-        "adapter_model.bin.index.json",
         "pytorch_model.bin",
-    ] {
-        let path = dir.join(pickle);
-        if path.exists() {
-            let message = format!(
-                "{}: the weights are a pickle, which can run code when it is read; convert it to {WEIGHTS} \
-                 (PEFT: save_pretrained with safe_serialization=True)",
-                path.display()
-            );
-            return Reject::new(Code::WeightsPickle, message);
-        }
+        "adapter_model.bin.index.json",
+    ];
+    names.iter().map(|name| dir.join(name)).find(|path| path.exists())
+}
+
+fn weights_missing(dir: &Path) -> Box<Reject> {
+    if let Some(path) = pickle_of(dir) {
+        let message = format!(
+            "{}: the weights are a pickle, which can run code when it is read; convert it with `lorapool convert {} \
+             OUT_DIR`, which runs nothing of it",
+            path.display(),
+            dir.display()
+        );
+        return Reject::new(Code::WeightsPickle, message);
     }
     let shard = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = entry.ok()?.file_name().into_string().ok()?;

@@ -49,6 +49,13 @@ codes! {
     FileOffsets "E_FILE_OFFSETS" "Tensor bytes overlap, leave holes, or don't agree with dtype and shape."
     FileTrailing "E_FILE_TRAILING" "Bytes follow the last tensor."
     FileDuplicate "E_FILE_DUPLICATE" "The header names a tensor twice, or two shards hold it."
+    // adapter_model.bin, when it is converted
+    PickleArchive "E_PICKLE_ARCHIVE" "The file is not the zip that torch.save has written since torch 1.6, is damaged, or has entries elsewhere than torch puts them."
+    PickleGlobal "E_PICKLE_GLOBAL" "The pickle names a class or function that no state dict of tensors needs; nothing of it was run."
+    PickleOpcode "E_PICKLE_OPCODE" "The pickle has an opcode that no state dict needs, or is broken."
+    PickleValue "E_PICKLE_VALUE" "The pickle is no flat dict of tensors by name."
+    PickleTensor "E_PICKLE_TENSOR" "A tensor's shape, strides and offset don't lie in its storage."
+    PickleSize "E_PICKLE_SIZE" "The pickle makes more values, or more bytes of tensors, than an adapter of its length has."
     // adapter_config.json
     ConfigJson "E_CONFIG_JSON" "The file is not JSON, not UTF-8, or not an object."
     ConfigDuplicate "E_CONFIG_DUPLICATE" "A JSON key appears twice, so the file is ambiguous."

@@ -8,6 +8,7 @@ mod audit;
 mod bench;
 mod conform;
 mod console;
+mod convert;
 mod devices;
 mod failure;
 mod progress;
@@ -63,6 +64,8 @@ enum Command {
     Devices(devices::Devices),
     /// Judge an adapter: what would be applied where, and whether every tensor has its place
     Audit(audit::Audit),
+    /// Rewrite adapter_model.bin as safetensors, running nothing of the pickle
+    Convert(convert::Convert),
     /// Load adapters, apply a different one to every row of a batch, check every element
     Run(Box<run::Run>),
     /// Apply adapters to activations from a file
@@ -85,6 +88,7 @@ pub fn main() -> ExitCode {
     let done = log().and_then(|()| match cli.command {
         Command::Devices(command) => command.run(&console),
         Command::Audit(command) => command.run(&console),
+        Command::Convert(command) => command.run(&console),
         Command::Run(command) => command.run(&console),
         Command::Apply(command) => command.run(&console),
         Command::Conform(command) => command.run(&console),

@@ -5,6 +5,7 @@
 mod apply;
 mod apply_errors;
 mod audit;
+mod convert;
 mod devices;
 mod run;
 mod suites;

@@ -1,0 +1,116 @@
+//! `lorapool convert`: `adapter_model.bin` to safetensors, without running what the pickle says.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use lorapool::Error;
+use lorapool::adapter::{Code, StateDict, Verdict, audit, pickled};
+use serde::Serialize;
+
+use super::console::{Console, bad, bytes, good};
+use super::failure::{Failure, Status};
+
+/// Rewrite an adapter whose weights are a PyTorch pickle (adapter_model.bin) as safetensors
+///
+/// The pickle is read as data: only tensors by name, as torch.save writes a state dict, and nothing in it is
+/// run. Anything else in it is refused by name. OUT_DIR appears whole or not at all; the source is left as it is.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    lorapool convert adapters/old adapters/new\n  \
+    lorapool audit adapters/new")]
+pub struct Convert {
+    /// Directory with adapter_config.json and adapter_model.bin
+    #[arg(value_name = "ADAPTER")]
+    adapter: PathBuf,
+
+    /// Directory to make, with adapter_config.json and adapter_model.safetensors
+    #[arg(value_name = "OUT_DIR")]
+    out: PathBuf,
+}
+
+/// The document.
+#[derive(Debug, Serialize)]
+struct Document {
+    adapter: String,
+    source: String,
+    out: String,
+    /// How many were written.
+    tensors: usize,
+    /// Their bytes.
+    bytes: u64,
+    /// What `audit` says of the result, without a base.
+    verdict: Verdict,
+    code: Option<Code>,
+    message: Option<String>,
+}
+
+impl Convert {
+    /// Converts the adapter.
+    pub fn run(self, console: &Console) -> Result<Status, Failure> {
+        let (config, weights) = pickled(&self.adapter)?;
+        let state = StateDict::open(&weights)?;
+        if state.is_empty() {
+            return Err(Error::Input(format!("{}: holds no tensor", weights.display())).into());
+        }
+        publish(&self.out, |dir| {
+            let copy = dir.join("adapter_config.json");
+            std::fs::copy(&config, &copy).map_err(|error| Failure::io(config.display(), error))?;
+            Ok(state.write(dir.join("adapter_model.safetensors"))?)
+        })?;
+        let findings = audit(&self.out, None);
+        let document = Document {
+            adapter: self.adapter.display().to_string(),
+            source: weights.display().to_string(),
+            out: self.out.display().to_string(),
+            tensors: state.len(),
+            bytes: state.bytes(),
+            verdict: findings.verdict,
+            code: findings.code,
+            message: findings.message,
+        };
+        console.result(&document, text);
+        Ok(Status::Done)
+    }
+}
+
+/// Fills a directory beside `out` and gives it that name when all is written.
+fn publish(out: &Path, fill: impl FnOnce(&Path) -> Result<(), Failure>) -> Result<(), Failure> {
+    let taken = match std::fs::read_dir(out) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => out.symlink_metadata().is_ok(),
+    };
+    if taken {
+        return Err(
+            Error::Input(format!("{}: is already there, expected a new or empty directory", out.display())).into()
+        );
+    }
+    let io = |error| Failure::io(out.display(), error);
+    let parent = match out.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    std::fs::create_dir_all(parent).map_err(io)?;
+    let staging = tempfile::Builder::new().prefix(".lorapool-convert-").tempdir_in(parent).map_err(io)?;
+    // A directory of its own within: the staging one is readable by its owner alone.
+    let whole = staging.path().join("adapter");
+    std::fs::create_dir(&whole).map_err(io)?;
+    fill(&whole)?;
+    for entry in std::fs::read_dir(&whole).map_err(io)? {
+        std::fs::File::open(entry.map_err(io)?.path()).and_then(|file| file.sync_all()).map_err(io)?;
+    }
+    std::fs::rename(&whole, out).map_err(io)
+}
+
+fn text(document: &Document) -> String {
+    let Document { source, out, tensors, .. } = document;
+    let size = bytes(document.bytes);
+    let mut text = format!("{source}\n{out}: {tensors} tensors, {size}\n");
+    match document.verdict {
+        Verdict::Accept => text += &format!("{} as it is now", good("accept")),
+        Verdict::Reject => {
+            let code = document.code.map_or("", |code| code.as_str());
+            text += &format!("{} {code}: {}", bad("reject"), document.message.as_deref().unwrap_or_default());
+        }
+    }
+    text
+}
