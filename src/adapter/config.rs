@@ -187,6 +187,13 @@ impl Scales<'_> {
     }
 }
 
+impl Scales<'_> {
+    /// The alpha that `alpha_pattern` gives a module, if it names it.
+    pub(super) fn alpha_by_pattern(&self, module: &str) -> Result<Option<f64>, PatternError> {
+        self.alphas.get(module)
+    }
+}
+
 /// What a field that is set means for us.
 enum Meaning {
     /// Read into [`PeftAdapterConfig`].

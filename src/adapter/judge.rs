@@ -28,6 +28,7 @@ const HEADS: &[&str] = &[
 pub(super) enum Use {
     A,
     B,
+    Alpha,
     ForHost,
     BaseCopy,
 }
@@ -78,11 +79,12 @@ impl Reading<'_> {
             Err(Reject::new(code, format!("{} {what}: {} Not supported", self.at(tensor), code.describe())))
         };
         match key.part {
-            Part::A | Part::B if key.module.is_empty() => refuse(Code::UnknownTensor, "names no module"),
-            Part::A | Part::B => match self.parameter(key.module) {
+            Part::A | Part::B | Part::Alpha if key.module.is_empty() => refuse(Code::UnknownTensor, "names no module"),
+            Part::A | Part::B | Part::Alpha => match self.parameter(key.module) {
                 Some(code) => refuse(code, &format!("is for {}", key.module)),
                 None if key.part == Part::A => Ok(Use::A),
-                None => Ok(Use::B),
+                None if key.part == Part::B => Ok(Use::B),
+                None => Ok(Use::Alpha),
             },
             Part::BiasOfB => refuse(Code::LoraBias, "is a bias of lora_B"),
             Part::EmbeddingA | Part::EmbeddingB => refuse(Code::EmbeddingLora, "is for an embedding"),

@@ -13,6 +13,8 @@ pub(super) enum Part {
     A,
     /// `lora_B.weight`
     B,
+    /// `alpha`: a scalar beside the pair.
+    Alpha,
     /// `lora_B.bias`
     BiasOfB,
     /// `lora_embedding_A`
@@ -122,6 +124,7 @@ fn marked<'a>(segment: &str, tail: &'a str) -> Option<(Part, Option<&'a str>)> {
             None if matches!(tail, "weight" | "bias") => Some((Part::Whole, None)),
             _ => unknown,
         },
+        "alpha" if tail.is_empty() => Some((Part::Alpha, None)),
         "original_module" => Some((Part::Original, None)),
         "lora_E" | "ranknum" => Some((Part::Foreign("AdaLoRA"), None)),
         "lora_diag" => Some((Part::Foreign("KaSA"), None)),
@@ -149,6 +152,7 @@ mod tests {
             ("lora_A.default.weight", Part::A, Some("default")),
             ("lora_B.bias", Part::BiasOfB, None),
             ("lora_B.ranking.bias", Part::BiasOfB, Some("ranking")),
+            ("alpha", Part::Alpha, None),
             ("lora_magnitude_vector", Part::Magnitude, None),
             ("lora_magnitude_vector.default.weight", Part::Magnitude, None),
             ("lora_embedding_A", Part::EmbeddingA, None),

@@ -1,5 +1,6 @@
 //! From an adapter's files to host weights, with nothing ignored: no GPU here, no unsafe.
 
+mod alpha;
 mod audit;
 mod base;
 mod config;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use safetensors::Dtype;
 
+use super::alpha::Alphas;
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
 use super::float::Float;
@@ -38,6 +39,7 @@ impl Reading<'_> {
             other => other?,
         };
         self.check_parts()?;
+        let mut alphas = Alphas::read(&self, &keys, &uses)?;
         // Pairs by module.
         let mut sides: BTreeMap<&str, [Option<&TensorInfo>; 2]> = BTreeMap::new();
         for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
@@ -72,6 +74,7 @@ impl Reading<'_> {
             );
             return Err(Reject::new(Code::NoTensors, message));
         }
+        alphas.check_owners(&self, |module| sides.contains_key(module))?;
         // Shapes before places: a damaged tensor is named as such whatever the base.
         let scales = self.config.scales().map_err(|e| self.pattern(e))?;
         let scale = self.narrow_scale("modules that no pattern names", self.config.scaling())?;
@@ -79,8 +82,10 @@ impl Reading<'_> {
         for (module, a, b) in pairs {
             let (rank, scale) = scales.of(module).map_err(|e| self.pattern(e))?;
             self.check_pair(module, a, b, rank)?;
+            let scale = alphas.scale(&self, module, &scales, rank, scale)?;
             rated.push((module, a, b, self.narrow_scale(module, scale)?));
         }
+        alphas.note(&mut self);
         let wanted: Vec<_> =
             rated.iter().map(|(_, a, ..)| Wanted { name: &a.name, key: Key::parse(&a.name) }).collect();
         let paths = resolve(&self.source.name, &wanted, self.base, self.notices)?;
@@ -97,7 +102,7 @@ impl Reading<'_> {
         let mut copies = Vec::new();
         for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
             let fate = match used {
-                Use::A | Use::B => Fate::Applied,
+                Use::A | Use::B | Use::Alpha => Fate::Applied,
                 Use::BaseCopy => {
                     copies.push(&*tensor.name);
                     Fate::BaseCopy
@@ -139,7 +144,7 @@ impl Reading<'_> {
         format!("{}: tensor {:?}", tensor.file.display(), excerpt(&tensor.name))
     }
 
-    fn pattern(&self, error: super::PatternError) -> Box<Reject> {
+    pub(super) fn pattern(&self, error: super::PatternError) -> Box<Reject> {
         Reject::new(Code::ConfigPattern, format!("{} beside {}: {error}", CONFIG, self.source.name))
     }
 

@@ -62,6 +62,7 @@ codes! {
     ConfigType "E_CONFIG_TYPE" "A field has a value of another type than PEFT writes."
     ConfigRank "E_CONFIG_RANK" "A rank in the config is not a whole number of 1 or more."
     ConfigAlpha "E_CONFIG_ALPHA" "An alpha is not finite, or its scale is beyond f32."
+    AlphaConflict "E_ALPHA_CONFLICT" "A module's alpha tensor and its alpha in the config differ, and neither is the rule for the other."
     ConfigPattern "E_CONFIG_PATTERN" "A rank_pattern or alpha_pattern key is not a regular expression that can be matched."
     ConfigUnknownField "E_CONFIG_UNKNOWN_FIELD" "A field that is not known here is set, so its meaning would be lost."
     // Other methods than plain LoRA

@@ -4,6 +4,7 @@
 //! an adapter has its prefix twice, a converted one has none. Guessing wrong means an adapter that loads and does
 //! nothing, so a path is only mapped when every one of the file's lands on exactly one linear of the base.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::base::{BaseModel, Other};
@@ -30,6 +31,10 @@ const WRAPPERS: &[&str] = &[
     "_orig_mod",
 ];
 
+/// Parts that wrappers of single modules put into the middle of a path (FSDP, activation checkpointing, torch.compile);
+/// no model names a module so.
+const INFIXES: &[&str] = &["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"];
+
 /// Linears that hold several of a usual layer's in one, and the ones that they hold.
 const FUSED: &[(&[&str], &[&str])] = &[
     (
@@ -55,7 +60,9 @@ pub(super) fn resolve<'a>(
     base: Option<&BaseModel>,
     notices: &mut Vec<Notice>,
 ) -> Loaded<HashMap<&'a str, String>> {
-    let odd = wanted.iter().find(|w| !w.key.prefixed || w.key.module.starts_with("base_model."));
+    let odd = wanted.iter().find(|w| {
+        !w.key.prefixed || w.key.module.starts_with("base_model.") || matches!(bare(w.key.module), Cow::Owned(_))
+    });
     let Some(base) = base else {
         if let Some(odd) = odd {
             let message = format!(
@@ -78,7 +85,7 @@ pub(super) fn resolve<'a>(
         }
         let mut taken: HashMap<&str, &str> = HashMap::new();
         for w in wanted {
-            let found = by_tail.get(unwrapped(w.key.module)).map_or(&[][..], Vec::as_slice);
+            let found = by_tail.get(unwrapped(&bare(w.key.module))).map_or(&[][..], Vec::as_slice);
             let path = match found {
                 [path] => *path,
                 [] => return Err(missing(file, w, base, &by_tail)),
@@ -120,6 +127,14 @@ pub(super) fn resolve<'a>(
     Ok(paths)
 }
 
+/// A path without [`INFIXES`].
+fn bare(path: &str) -> Cow<'_, str> {
+    match path.split('.').any(|segment| INFIXES.contains(&segment)) {
+        false => Cow::Borrowed(path),
+        true => path.split('.').filter(|segment| !INFIXES.contains(segment)).collect::<Vec<_>>().join(".").into(),
+    }
+}
+
 /// A path without the parts that say how the model is wrapped.
 fn unwrapped(path: &str) -> &str {
     let mut rest = path;
@@ -136,7 +151,8 @@ fn unwrapped(path: &str) -> &str {
 fn missing(file: &str, wanted: &Wanted<'_>, base: &BaseModel, by_tail: &HashMap<&str, Vec<&str>>) -> Box<Reject> {
     let module = wanted.key.module;
     let at = format!("{file}: tensor {:?}", excerpt(wanted.name));
-    let tail = unwrapped(module);
+    let bare = bare(module);
+    let tail = unwrapped(&bare);
     let (parent, leaf) = tail.rsplit_once('.').unwrap_or(("", tail));
     let beside = |name: &str| {
         let path = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };

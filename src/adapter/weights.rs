@@ -140,7 +140,7 @@ pub struct HostTensor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fate {
-    /// It is part of a pair.
+    /// It is part of a pair, or the alpha that scales one.
     Applied,
     /// It is the host's to apply: see [`Adapter::unapplied`].
     ForHost,
