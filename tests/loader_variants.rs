@@ -164,3 +164,32 @@ fn configs_of_the_first_releases_are_read() {
     let grouped = files.with("enable_lora", json!([true, false, true]));
     assert_refused(grouped.load(None), Code::ConfigUnknownField, &["enable_lora"]);
 }
+
+#[test]
+fn an_audit_remarks_on_weights_that_look_wrong() {
+    use lorapool::adapter::audit;
+    let audited = |change: &dyn Fn(&mut Files)| {
+        let mut files = pairs();
+        change(&mut files);
+        let dir = tempfile::tempdir().unwrap();
+        files.write(dir.path());
+        let audit = audit(dir.path(), None);
+        assert!(audit.code.is_none(), "{audit:?}");
+        audit.notices
+    };
+    let fill = |value: f32, count: usize| value.to_le_bytes().repeat(count);
+    assert!(audited(&|_| {}).is_empty());
+    // B of q_proj: zero, of either sign.
+    for zero in [0.0, -0.0] {
+        let notices = audited(&|files| files.tensors[1].3 = fill(zero, 24));
+        assert_eq!(notices.iter().map(|n| n.code).collect::<Vec<_>>(), ["N_B_ZERO"]);
+        assert!(notices[0].message.contains(Q) && notices[0].message.contains("1 of 2"), "{}", notices[0].message);
+    }
+    let notices = audited(&|files| files.tensors[0].3 = fill(7e4, 32));
+    assert_eq!(notices.iter().map(|n| n.code).collect::<Vec<_>>(), ["N_NORM_HUGE", "N_F16_OVERFLOW"]);
+    // Two elements that are small as f16 and stay so.
+    let tiny = audited(&|files| files.tensors[0].3 = fill(1e-30, 32));
+    assert!(tiny.is_empty(), "{tiny:?}");
+    let notices = audited(&|files| _ = files.config.as_object_mut().unwrap().remove("lora_alpha"));
+    assert_eq!(notices.iter().map(|n| n.code).collect::<Vec<_>>(), ["N_CONFIG_NO_ALPHA"]);
+}

@@ -10,6 +10,7 @@ use super::config::PeftAdapterConfig;
 use super::load::Loader;
 use super::reject::Code;
 use super::site::SiteId;
+use super::suspect::suspicions;
 use super::weights::{Adapter, HostPair, Notice, TensorFate};
 
 /// Whether an adapter would be served.
@@ -62,7 +63,7 @@ pub struct Audit {
     pub code: Option<Code>,
     /// Where and what, of a rejected adapter.
     pub message: Option<String>,
-    /// What was accepted, or seen before the fault, with a remark.
+    /// What was accepted, or seen before the fault, with a remark; of an accepted adapter also what looks wrong.
     pub notices: Vec<Notice>,
     /// How many tensors would be applied.
     pub tensors: TensorCounts,
@@ -100,16 +101,18 @@ pub fn audit(dir: impl AsRef<Path>, base: Option<&BaseModel>) -> Audit {
 }
 
 impl Audit {
-    /// The findings on an adapter that was loaded.
+    /// The findings on an adapter that was loaded, with remarks on what looks wrong in it.
     pub fn of(adapter: &Adapter) -> Self {
+        let sites: Vec<_> = adapter.pairs.par_iter().map(AuditSite::of).collect();
+        let notices = [adapter.notices.clone(), suspicions(adapter, &sites)].concat();
         Audit {
             verdict: Verdict::Accept,
             code: None,
             message: None,
-            notices: adapter.notices.clone(),
+            notices,
             tensors: TensorCounts { applied: adapter.tensors_applied(), total: adapter.tensors.len() },
             fates: adapter.tensors.clone(),
-            sites: adapter.pairs.par_iter().map(AuditSite::of).collect(),
+            sites,
             slot_bytes: adapter
                 .pairs
                 .iter()

@@ -20,6 +20,7 @@ mod reject;
 mod resolve;
 mod site;
 mod source;
+mod suspect;
 mod targets;
 mod weights;
 

@@ -25,8 +25,16 @@ pub(super) fn suspicions(adapter: &Adapter, sites: &[AuditSite]) -> Vec<Notice> 
         }
     };
     note("N_B_ZERO", &named(|s| s.zero), "lora_B is all zero, as before training, so nothing changes,");
-    note("N_NORM_HUGE", &named(|s| s.huge), "the delta is as large as a whole weight or larger (norm / sqrt(in * out) > 1)");
-    note("N_F16_OVERFLOW", &named(|s| s.overflow), "a weight is beyond the range of f16, so a pool of f16 would refuse it,");
+    note(
+        "N_NORM_HUGE",
+        &named(|s| s.huge),
+        "the delta is as large as a whole weight or larger (norm / sqrt(in * out) > 1)",
+    );
+    note(
+        "N_F16_OVERFLOW",
+        &named(|s| s.overflow),
+        "a weight is beyond the range of f16, so a pool of f16 would refuse it,",
+    );
     notices
 }
 

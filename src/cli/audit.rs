@@ -1,33 +1,62 @@
-//! `lorapool audit`: what an adapter is, what would be applied where, and the verdict. No device needed.
+//! `lorapool audit`: what adapters are, what would be applied where, and the verdicts. No device needed.
 
 use std::path::PathBuf;
 
 use clap::Args;
-use lorapool::adapter::{Audit as Findings, AuditSite, Fate, Verdict, audit};
+use lorapool::DType;
+use lorapool::adapter::{Audit as Findings, AuditSite, BaseModel, Fate, Notice, Verdict, audit};
+use lorapool::pool::{PoolSpec, SiteSpec};
 use serde::Serialize;
 
 use super::adapters::open_base;
+use super::args::dtype;
 use super::console::{Console, bad, bold, bytes, dim, good, remark, render, scalar, table};
 use super::failure::{Failure, Status};
 
-/// Judge an adapter: what would be applied where, and whether every tensor has its place
+/// Judge adapters: what would be applied where, and whether every tensor has its place
 ///
-/// With --base, the adapter is checked against the base's linears: their paths and widths. Without it, the
+/// With --base, an adapter is checked against the base's linears: their paths and widths. Without it, the
 /// adapter must name them itself, as PEFT's keys do. Prints each site's rank, scale, widths, bytes and the
-/// Frobenius norm of scale * B * A.
+/// Frobenius norm of scale * B * A, remarks on what looks wrong, and what a pool would take. Of several adapters
+/// it prints one line each.
 #[derive(Debug, Args)]
-#[command(after_help = "Exit code 0: accepted, 2: rejected.\n\n\
+#[command(after_help = "Exit code 0: all accepted, 2: one or more rejected.\n\
+    In JSON one adapter is an object, several are an array of such objects.\n\n\
     Examples:\n  \
     lorapool audit adapters/sql\n  \
+    lorapool audit adapters/* --base models/llama --max-rank 64 --max-loras 16\n  \
     lorapool audit adapters/sql --base models/llama --json | jq .verdict")]
 pub struct Audit {
-    /// Directory with adapter_config.json and adapter_model.safetensors
-    #[arg(value_name = "ADAPTER")]
-    adapter: PathBuf,
+    /// Directory with adapter_config.json and adapter_model.safetensors, or its shards and their index
+    #[arg(value_name = "ADAPTER", required = true)]
+    adapters: Vec<PathBuf>,
 
     /// Directory with the base's config.json and/or safetensors (only headers are read)
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
+
+    /// Largest rank of the pool to estimate; an adapter above it is remarked on [default: the adapter's own]
+    #[arg(long, value_name = "RANK", value_parser = clap::value_parser!(u32).range(1..=512))]
+    max_rank: Option<u32>,
+
+    /// Slots of the pool to estimate
+    #[arg(long, value_name = "SLOTS", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    max_loras: u32,
+
+    /// Element type of the pool to estimate
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = dtype())]
+    dtype: DType,
+}
+
+/// What a pool for the adapter would take: every linear of the base, or without one the adapter's own sites.
+#[derive(Debug, Serialize)]
+struct Pool {
+    max_rank: u32,
+    max_loras: u32,
+    dtype: &'static str,
+    sites: usize,
+    /// Of weights, in all slots.
+    bytes: u64,
 }
 
 /// The document.
@@ -37,27 +66,104 @@ struct Document {
     base: Option<String>,
     #[serde(flatten)]
     findings: Findings,
+    /// Of an accepted adapter.
+    pool: Option<Pool>,
 }
 
 impl Audit {
-    /// Judges the adapter.
+    /// Judges the adapters.
     pub fn run(self, console: &Console) -> Result<Status, Failure> {
         let base = open_base(self.base.as_deref())?;
-        let document = Document {
-            adapter: self.adapter.display().to_string(),
-            base: self.base.as_ref().map(|dir| dir.display().to_string()),
-            findings: audit(&self.adapter, base.as_ref()),
+        let mut documents = Vec::with_capacity(self.adapters.len());
+        for adapter in &self.adapters {
+            let mut findings = audit(adapter, base.as_ref());
+            let pool = self.pool(&mut findings, base.as_ref())?;
+            documents.push(Document {
+                adapter: adapter.display().to_string(),
+                base: self.base.as_ref().map(|dir| dir.display().to_string()),
+                findings,
+                pool,
+            });
+        }
+        match &documents[..] {
+            [one] => console.result(one, text),
+            many => console.result(&many, |many| summary(many)),
+        }
+        let refused = documents.iter().any(|document| document.findings.verdict == Verdict::Reject);
+        Ok(if refused { Status::Refused } else { Status::Done })
+    }
+
+    fn pool(&self, findings: &mut Findings, base: Option<&BaseModel>) -> Result<Option<Pool>, Failure> {
+        if findings.verdict == Verdict::Reject {
+            return Ok(None);
+        }
+        let rank = largest_rank(findings);
+        let max_rank = self.max_rank.unwrap_or(rank as u32);
+        if rank > max_rank as usize {
+            let message =
+                format!("its largest rank is {rank}, above --max-rank {max_rank}: such a pool would refuse it");
+            findings.notices.push(Notice { code: "N_RANK_OVER_POOL", message });
+        }
+        let spec = match base {
+            Some(base) => PoolSpec::for_base(base, max_rank, self.max_loras, self.dtype),
+            None => {
+                let site = |site: &AuditSite| SiteSpec {
+                    id: site.site.clone(),
+                    in_features: site.in_features as u32,
+                    out_features: site.out_features as u32,
+                };
+                let sites = findings.sites.iter().map(site).collect();
+                PoolSpec { sites, max_rank, max_loras: self.max_loras, dtype: self.dtype }
+            }
         };
-        console.result(&document, text);
-        Ok(match document.findings.verdict {
-            Verdict::Accept => Status::Done,
-            Verdict::Reject => Status::Refused,
-        })
+        let bytes = spec.bytes()?;
+        let (max_loras, dtype, sites) = (self.max_loras, self.dtype.name(), spec.sites.len());
+        Ok(Some(Pool { max_rank, max_loras, dtype, sites, bytes }))
     }
 }
 
+fn largest_rank(findings: &Findings) -> usize {
+    findings.sites.iter().map(|site| site.rank).max().unwrap_or(0)
+}
+
+/// Several adapters: a line each, then the remarks.
+fn summary(documents: &[Document]) -> String {
+    let mut rows =
+        table(&["adapter", "verdict", "sites", "tensors", "rank", "bytes", "pool", "notices"], &[2, 3, 4, 5, 6, 7]);
+    for Document { adapter, findings, pool, .. } in documents {
+        let tensors = findings.tensors;
+        let accepted = findings.verdict == Verdict::Accept;
+        let or_none = |text: String| if accepted { text } else { "-".to_owned() };
+        rows.add_row([
+            adapter.clone(),
+            findings.code.map_or("accept".to_owned(), |code| format!("reject {code}")),
+            or_none(findings.sites.len().to_string()),
+            format!("{}/{}", tensors.applied, tensors.total),
+            or_none(largest_rank(findings).to_string()),
+            or_none(bytes(findings.slot_bytes)),
+            pool.as_ref().map_or("-".to_owned(), |pool| bytes(pool.bytes)),
+            findings.notices.len().to_string(),
+        ]);
+    }
+    let mut out = render(&rows) + "\n\n";
+    for Document { adapter, findings, .. } in documents {
+        for notice in &findings.notices {
+            out += &remark(adapter, notice);
+        }
+        if let (Some(code), Some(message)) = (findings.code, &findings.message) {
+            out += &format!("{} {adapter}: {code}: {message}\n", bad("reject"));
+        }
+    }
+    let refused = documents.iter().filter(|document| document.findings.verdict == Verdict::Reject).count();
+    out += &match refused {
+        0 => format!("{} all {}", good("accept"), documents.len()),
+        _ => format!("{} {refused} of {}", bad("reject"), documents.len()),
+    };
+    out
+}
+
 fn text(document: &Document) -> String {
-    let Document { adapter, findings, .. } = document;
+    let Document { adapter, findings, pool, .. } = document;
     let mut out = format!("{}\n", bold(adapter));
     if let Some(config) = &findings.config {
         let base = config.base_model_name_or_path.as_deref().unwrap_or("an unnamed base");
@@ -79,6 +185,12 @@ fn text(document: &Document) -> String {
     }
     for notice in &findings.notices {
         out += &remark("", notice);
+    }
+    if let Some(Pool { max_rank, max_loras, dtype, sites, bytes: size }) = pool {
+        out += &format!(
+            "{}\n",
+            dim(format!("a pool of {sites} sites, {max_loras} slots, rank {max_rank}, {dtype}: {}", bytes(*size)))
+        );
     }
     out.push('\n');
     let tensors = findings.tensors;

@@ -4,7 +4,8 @@ use crate::adapter::{Adapter, BaseModel, HostPair, Linear, LoraModule, SiteId};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-use super::SiteShape;
+use super::{Layout, Limits, SiteShape};
+use crate::backend::WeightLayout;
 
 /// A site and its shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +81,16 @@ impl PoolSpec {
             out_features: linear.out_features as u32,
         };
         Self { sites: base.linears().iter().map(site).collect(), max_rank, max_loras, dtype }
+    }
+
+    /// Bytes of weights that such a pool takes, in all slots, where a device sets no limit to one block.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when `max_rank` is not in 1..=512, or there is no slot.
+    pub fn bytes(&self) -> Result<u64> {
+        let shapes: Vec<_> = self.sites.iter().map(SiteSpec::shape).collect();
+        let limits = Limits { order: WeightLayout::SlotMajor, max_alloc: u64::MAX, max_binding: u64::MAX };
+        Ok(Layout::new(&shapes, self.max_rank, self.max_loras, self.dtype, limits)?.blocks().iter().sum())
     }
 
     /// Sites that read one input, as far as their names say: q, k, v; gate, up. Every site is in one group.

@@ -112,3 +112,62 @@ fn what_is_not_there_or_not_a_directory_is_rejected_and_a_bad_base_is_an_error()
     let ran = lorapool(["audit", &fixture("05_r1"), "--base", "/nonexistent/base", "--json"]);
     ran.fails(1, "E_NOT_FOUND", &["base", "/nonexistent/base"]);
 }
+
+#[test]
+fn several_adapters_are_a_table_and_an_array_and_one_refusal_is_exit_code_2() {
+    let (good, other, bad) = (fixture("01_plain_f32"), fixture("06_r72_over_hidden"), fixture("23_dora"));
+    let ran = lorapool(["audit", &good, &other, "--json"]);
+    assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
+    let documents = ran.json();
+    let documents = documents.as_array().unwrap();
+    assert_eq!(documents.len(), 2);
+    assert!(
+        documents.iter().all(|d| d["verdict"] == "accept" && d["pool"]["bytes"].as_u64() > Some(0)),
+        "{documents:?}"
+    );
+    assert_eq!(documents[1]["adapter"], other.as_str());
+    let ran = lorapool(["audit", &good, &bad, &other, "--json"]);
+    assert_eq!(ran.code, 2);
+    let verdicts: Vec<_> = ran.json().as_array().unwrap().iter().map(|d| d["verdict"].clone()).collect();
+    assert_eq!(verdicts, ["accept", "reject", "accept"]);
+    // One is an object still, and its file is named.
+    assert!(lorapool(["audit", &good, "--json"]).json().is_object());
+    let ran = lorapool(["audit", &good, &bad]);
+    assert_eq!((ran.code, ran.stderr.as_str()), (2, ""));
+    let lines: Vec<_> = ran.stdout.lines().collect();
+    assert!(lines[0].starts_with("adapter"), "{}", ran.stdout);
+    assert!(
+        lines[1].contains("01_plain_f32") && lines[1].contains(" accept ") && lines[1].contains("28/28"),
+        "{}",
+        lines[1]
+    );
+    assert!(lines[2].contains("23_dora") && lines[2].contains("reject E_DORA"), "{}", lines[2]);
+    assert_eq!(lines.last(), Some(&"reject 1 of 2"));
+    assert_eq!(lorapool(["audit"]).code, 2);
+}
+
+#[test]
+fn the_pool_is_estimated_for_the_ranks_and_slots_that_are_asked_for() {
+    let pool = |args: &[&str]| {
+        let adapter = fixture("06_r72_over_hidden");
+        let base = fixture("_base/llama");
+        let ran = lorapool([&["audit", &adapter, "--base", &base, "--json"], args].concat());
+        assert_eq!(ran.code, 0, "{ran:?}");
+        ran.json()
+    };
+    let own = pool(&[]);
+    assert_eq!((&own["pool"]["max_rank"], &own["pool"]["max_loras"]), (&72.into(), &8.into()));
+    assert!(!own["notices"].to_string().contains("N_RANK_OVER_POOL"));
+    // Every linear of the base has room, at the padded rank: A is [72][in], B is [out][72], of two bytes.
+    let base = lorapool::adapter::BaseModel::open(fixture("_base/llama")).unwrap();
+    let least: u64 = base.linears().iter().map(|l| 2 * 72 * (l.in_features + l.out_features) as u64).sum();
+    let bytes = own["pool"]["bytes"].as_u64().unwrap();
+    assert!(bytes >= 8 * least && bytes < 8 * least * 5 / 4, "{bytes} beside {}", 8 * least);
+    assert_eq!(own["pool"]["sites"], base.linears().len());
+    let twice = pool(&["--max-loras", "16", "--dtype", "f32"])["pool"]["bytes"].as_u64().unwrap();
+    assert!(twice > bytes * 7 / 2, "{twice} beside {bytes}");
+    let small = pool(&["--max-rank", "64"]);
+    assert!(small["notices"].to_string().contains("N_RANK_OVER_POOL"), "{small}");
+    assert_eq!(small["verdict"], "accept");
+    assert!(lorapool(["audit", &fixture("05_r1"), "--max-rank", "0"]).code == 2);
+}
