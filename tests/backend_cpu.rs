@@ -144,7 +144,7 @@ fn weights_and_rows_may_lie_past_4_gib() -> Result<()> {
         Ok(region)
     };
     let (batch, tables, z) = (upload(&batch)?, upload(&tables)?, backend.alloc(8, "z")?);
-    let site = SiteParams { ranks: 2, scales: 3, span: 1, out_features: 1, y_stride: stride, ..SiteParams::default() };
+    let site = SiteParams { ranks: 2, scales: 3, span: 8, out_features: 1, y_stride: stride, ..SiteParams::default() };
     let params = Params {
         rows: 2,
         slots: 1,
@@ -220,8 +220,8 @@ fn noise_in_tables_tiles_and_parameters_is_survived() -> Result<()> {
             sites: 1 + dice.below(4),
             in_features: dice.below(9),
             x_stride: dice.below(12),
-            a_stride: small(&mut dice, 0),
-            b_stride: small(&mut dice, 0),
+            a_stride: [8, 8, 16, small(&mut dice, 0)][dice.below(4) as usize],
+            b_stride: [8, 8, 16, small(&mut dice, 0)][dice.below(4) as usize],
             z_stride: dice.below(20),
             max_rank: dice.below(9),
             tiles_at: dice.below(30),
@@ -232,13 +232,20 @@ fn noise_in_tables_tiles_and_parameters_is_survived() -> Result<()> {
         params.slot_first = dice.below(params.slots);
         params.slot_count = dice.below(params.slots - params.slot_first + 1);
         for site in &mut params.site[..(params.sites as usize).min(MAX_SITES)] {
-            let spans = [4, 130][dice.below(2) as usize];
+            let out_features = dice.below(9);
+            let (rows, stride) = match kernel.is_expand() {
+                true => (out_features, params.b_stride),
+                false => (params.max_rank, params.a_stride),
+            };
+            // What the matrix takes, or less: that is refused.
+            let whole = rows.saturating_mul(stride).saturating_mul(spec.weight.size() as u32) / 4;
+            let span = if dice.below(8) == 0 { dice.below(whole.max(1)) } else { whole };
             *site = SiteParams {
                 cells: if dice.below(8) == 0 { 1 } else { 2 * dice.below(12) },
                 ranks: 32 + dice.below(20),
                 scales: dice.below(50),
-                span: dice.below(spans),
-                out_features: dice.below(9),
+                span,
+                out_features,
                 y_offset: dice.below(12),
                 y_stride: dice.below(20),
                 z_offset: dice.below(12),

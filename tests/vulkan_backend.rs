@@ -43,8 +43,11 @@ struct Adder {
 impl Adder {
     fn new(backend: &dyn GpuBackend) -> Self {
         let spec = Spec { act: DType::F32, weight: DType::F32 };
-        let weights = upload(backend, bytemuck::cast_slice(&[1.0f32, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]));
-        let cells = [weights.ptr().0, weights.ptr().0 + 16];
+        // A row of A or B takes 8 elements.
+        let mut ones = [0f32; 16];
+        (ones[0], ones[8]) = (1.0, 1.0);
+        let weights = upload(backend, bytemuck::cast_slice(&ones));
+        let cells = [weights.ptr().0, weights.ptr().0 + 32];
         let mut tables: Vec<u32> = cells.iter().flat_map(|c| [*c as u32, (*c >> 32) as u32]).collect();
         tables.extend([1, 1f32.to_bits()]);
         Self {
@@ -65,7 +68,7 @@ impl Adder {
         let mut params = Params { rows: 1, slots: 1, slot_count: 1, sites: 1, in_features: 1, ..Params::default() };
         (params.x_stride, params.z_stride, params.a_stride, params.b_stride) = (1, 1, 8, 8);
         (params.max_rank, params.max_out) = (1, 1);
-        params.site[0] = SiteParams { cells: 0, ranks: 4, scales: 5, span: 1, out_features: 1, ..Default::default() };
+        params.site[0] = SiteParams { cells: 0, ranks: 4, scales: 5, span: 8, out_features: 1, ..Default::default() };
         let [batch, tables, weights] = self.fixed.clone();
         let operands = [batch, tables, weights, self.x.clone(), self.z.clone()];
         encoder.launch(&[Launch::new(&self.shrink, &operands, params)?])?;
