@@ -70,11 +70,25 @@ pub(super) fn sniff(path: &Path, start: &[u8]) -> Loaded<()> {
         let message = format!("{name}: found a web page instead of the file; the download failed or needs a log-in");
         return Err(Reject::new(Code::FileHtml, message));
     }
+    if start.starts_with(b"GGUF") {
+        return Err(gguf(path));
+    }
     if start.starts_with(b"PK\x03\x04") || (start[0] == 0x80 && start.get(1).is_some_and(|v| (2..=5).contains(v))) {
         let message = format!("{name}: found a PyTorch pickle under this name; convert it to safetensors");
         return Err(Reject::new(Code::WeightsPickle, message));
     }
     Ok(())
+}
+
+/// The refusal of a GGUF file. llama.cpp's converter renames modules, permutes rows of q and k for some models, and does
+/// not keep rsLoRA, so that the file alone does not say what the adapter was.
+pub(super) fn gguf(path: &Path) -> Box<Reject> {
+    let message = format!(
+        "{}: found a GGUF file of llama.cpp's, whose module names, row order and scale are not PEFT's; load the \
+         safetensors that it was converted from",
+        path.display()
+    );
+    Reject::new(Code::WeightsGguf, message)
 }
 
 /// Maps a file for reading. The map lives while an adapter is loaded; the weights are copied out of it.

@@ -76,6 +76,9 @@ impl Loader {
     fn locate(&mut self, dir: &Path) -> Loaded<PathBuf> {
         let meta = std::fs::metadata(dir).map_err(|e| file::unreadable(dir, &e))?;
         if !meta.is_dir() {
+            if dir.extension().is_some_and(|extension| extension == "gguf") {
+                return Err(file::gguf(dir));
+            }
             let message = format!("{}: found a file, expected the adapter's directory", dir.display());
             return Err(Reject::new(Code::NotADirectory, message));
         }
@@ -88,6 +91,9 @@ impl Loader {
         inner.sort();
         match &inner[..] {
             [] => {
+                if let Some(gguf) = gguf_of(dir) {
+                    return Err(file::gguf(&gguf));
+                }
                 let message = format!("{}: found no {CONFIG}", dir.display());
                 Err(Reject::new(Code::ConfigMissing, message))
             }
@@ -124,6 +130,12 @@ fn pickle_of(dir: &Path) -> Option<PathBuf> {
     names.iter().map(|name| dir.join(name)).find(|path| path.exists())
 }
 
+/// A GGUF file in the directory, the first by name.
+fn gguf_of(dir: &Path) -> Option<PathBuf> {
+    let paths = std::fs::read_dir(dir).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    paths.filter(|path| path.extension().is_some_and(|extension| extension == "gguf")).min()
+}
+
 fn weights_missing(dir: &Path) -> Box<Reject> {
     if let Some(path) = pickle_of(dir) {
         let message = format!(
@@ -133,6 +145,9 @@ fn weights_missing(dir: &Path) -> Box<Reject> {
             dir.display()
         );
         return Reject::new(Code::WeightsPickle, message);
+    }
+    if let Some(gguf) = gguf_of(dir) {
+        return file::gguf(&gguf);
     }
     let shard = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = entry.ok()?.file_name().into_string().ok()?;

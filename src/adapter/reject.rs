@@ -36,6 +36,7 @@ codes! {
     ConfigMissing "E_CONFIG_MISSING" "The directory has no adapter_config.json."
     WeightsMissing "E_WEIGHTS_MISSING" "The directory has no adapter_model.safetensors, nor the index of one in shards."
     WeightsPickle "E_WEIGHTS_PICKLE" "The weights are a pickle (.bin, .pt), which can run code: convert them to safetensors."
+    WeightsGguf "E_WEIGHTS_GGUF" "The weights are a GGUF file, whose names and row order are llama.cpp's: take the adapter that it was made from."
     ShardIndex "E_SHARD_INDEX" "The index of a sharded adapter is absent, is not what the format asks for, or stands beside a file of all weights."
     ShardMissing "E_SHARD_MISSING" "A shard that the index names is not there."
     ShardTensor "E_SHARD_TENSOR" "Index and shards do not agree on where a tensor is."

@@ -55,7 +55,13 @@ impl Convert {
         publish(&self.out, |dir| {
             let copy = dir.join("adapter_config.json");
             std::fs::copy(&config, &copy).map_err(|error| Failure::io(config.display(), error))?;
-            Ok(state.write(dir.join("adapter_model.safetensors"))?)
+            let written = dir.join("adapter_model.safetensors");
+            state.write(&written)?;
+            // As readable as what it was made from: the writer's own file is its owner's alone.
+            let permissions = std::fs::metadata(&weights).map(|meta| meta.permissions());
+            permissions
+                .and_then(|permissions| std::fs::set_permissions(&written, permissions))
+                .map_err(|error| Failure::io(written.display(), error))
         })?;
         let findings = audit(&self.out, None);
         let document = Document {
@@ -106,7 +112,7 @@ fn text(document: &Document) -> String {
     let size = bytes(document.bytes);
     let mut text = format!("{source}\n{out}: {tensors} tensors, {size}\n");
     match document.verdict {
-        Verdict::Accept => text += &format!("{} as it is now", good("accept")),
+        Verdict::Accept => text += &format!("{} by audit, without a base", good("accept")),
         Verdict::Reject => {
             let code = document.code.map_or("", |code| code.as_str());
             text += &format!("{} {code}: {}", bad("reject"), document.message.as_deref().unwrap_or_default());

@@ -19,6 +19,9 @@ fn a_pickled_adapter_is_written_as_safetensors_and_accepted() {
     let digest = |path: &str| lorapool(["audit", path, "--json"]).json()["digest"].as_str().unwrap().to_owned();
     assert_eq!(digest(out.to_str().unwrap()), digest(&fixture("05_r1")));
     assert_eq!(fs::read_dir(dir.path().join("new")).unwrap().count(), 1, "nothing else is left");
+    let mode = |path: &str| fs::metadata(path).unwrap().permissions();
+    let written = out.join("adapter_model.safetensors");
+    assert_eq!(mode(written.to_str().unwrap()), mode(&format!("{}/adapter_model.bin", fixture("d_bin_only"))));
     // Not a second time into the same place, nor from what has safetensors.
     let again = lorapool(["convert", &fixture("d_bin_only"), out.to_str().unwrap(), "--json"]);
     again.fails(1, "E_INPUT", &["already there"]);
