@@ -237,7 +237,7 @@ impl Machine<'_> {
         }
     }
 
-    fn to_mark(&mut self) -> Loaded<Vec<Value>> {
+    fn pop_to_mark(&mut self) -> Loaded<Vec<Value>> {
         match self.marks.pop() {
             Some(mark) => Ok(self.stack.split_off(mark)),
             None => Err(self.broken("looks for a mark that is not there")),
@@ -351,7 +351,7 @@ impl Machine<'_> {
                     self.tuple(items)?;
                 }
                 b't' => {
-                    let items = self.to_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.tuple(items)?;
                 }
                 b'}' => {
@@ -364,7 +364,7 @@ impl Machine<'_> {
                     if opcode == b'a' {
                         self.pop()?;
                     } else {
-                        self.to_mark()?;
+                        self.pop_to_mark()?;
                     }
                     if !matches!(self.stack.last(), Some(Value::List)) {
                         return Err(self.broken("appends to what is no list"));
@@ -376,7 +376,7 @@ impl Machine<'_> {
                     self.set(vec![key, value])?;
                 }
                 b'u' => {
-                    let items = self.to_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.set(items)?;
                 }
                 // BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET
