@@ -181,7 +181,7 @@ fn noise_in_tables_tiles_and_parameters_is_survived() -> Result<()> {
     let backend = with_threads(2);
     let mut dice = Dice::new(77);
     let (mut launched, mut written) = (0, 0);
-    for _ in 0..4_000 {
+    for _ in 0..12_000 {
         let spec = Spec { act: DType::ALL[dice.below(3) as usize], weight: DType::ALL[dice.below(3) as usize] };
         let kernel = Kernel::ALL[dice.below(4) as usize];
         let noise = |dice: &mut Dice, len: u32, of: &dyn Fn(&mut Dice, u32) -> u32| -> Result<(Region, Vec<u8>)> {
