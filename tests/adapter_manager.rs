@@ -353,3 +353,23 @@ fn a_bad_adapter_of_any_kind_changes_no_one_else_s_rows() {
     assert!(refused > 80, "{refused}");
     assert_eq!(rig.manager.status().residents.len(), 1);
 }
+
+#[test]
+fn sixteen_uses_of_one_adapter_end_in_any_order_and_an_unload_then_returns_at_once() {
+    let rig = Rig::new(2, Options::default());
+    rig.manager.load("p", memory(1)).unwrap();
+    let mut leases: Vec<_> = (0..16).map(|_| rig.manager.acquire("p").unwrap()).collect();
+    assert_eq!(rig.manager.status().residents[0].refs, 16);
+    // A use that is given up in the middle of a step ends like any other.
+    let step = rig.manager.step();
+    for index in [7, 0, 12, 3] {
+        drop(leases.swap_remove(index));
+    }
+    drop(step);
+    assert_eq!(rig.manager.status().residents[0].refs, 12);
+    leases.clear();
+    let started = Instant::now();
+    rig.manager.unload("p").unwrap();
+    assert!(started.elapsed() < Duration::from_secs(1));
+    assert!(rig.manager.weights().ref_counts.iter().all(|count| count.load(Ordering::SeqCst) == 0));
+}

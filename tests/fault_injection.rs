@@ -17,6 +17,7 @@ use lorapool::{Error, Region, Result};
 struct Faulty {
     inner: Arc<dyn GpuBackend>,
     left: Arc<AtomicI64>,
+    allocations: Arc<AtomicI64>,
 }
 
 fn call(left: &AtomicI64, what: &'static str) -> Result<()> {
@@ -56,6 +57,7 @@ impl GpuBackend for Faulty {
 
     fn alloc(&self, len: u64, label: &str) -> Result<Region> {
         call(&self.left, "alloc")?;
+        self.allocations.fetch_add(1, Ordering::SeqCst);
         self.inner.alloc(len, label)
     }
 
@@ -93,7 +95,8 @@ const NEVER: i64 = i64::MAX;
 
 fn faulty() -> (Arc<dyn GpuBackend>, Arc<AtomicI64>) {
     let left = Arc::new(AtomicI64::new(NEVER));
-    (Arc::new(Faulty { inner: open("cpu", 0).unwrap(), left: left.clone() }), left)
+    let inner = open("cpu", 0).unwrap();
+    (Arc::new(Faulty { inner, left: left.clone(), allocations: Arc::default() }), left)
 }
 
 fn memory(seed: u64) -> Source {
@@ -217,4 +220,21 @@ fn a_start_that_fails_is_an_error() {
             Err(error) => assert_eq!(error.code(), "E_DRIVER"),
         }
     }
+}
+
+#[test]
+fn loads_replacements_and_unloads_take_no_device_memory_after_the_start() {
+    let allocations = Arc::new(AtomicI64::new(0));
+    let left = Arc::new(AtomicI64::new(NEVER));
+    let inner = open("cpu", 0).unwrap();
+    let gpu: Arc<dyn GpuBackend> = Arc::new(Faulty { inner, left, allocations: allocations.clone() });
+    let rig = Rig::on(gpu, &[("kept", 1)], 3, Options::default());
+    let at_start = allocations.load(Ordering::SeqCst);
+    for cycle in 0..500 {
+        rig.manager.load("p", memory(cycle % 5)).unwrap();
+        rig.manager.load("q", memory(5 + cycle % 3)).unwrap();
+        drop(rig.manager.acquire("p").unwrap());
+        rig.manager.unload("q").unwrap();
+    }
+    assert_eq!(allocations.load(Ordering::SeqCst), at_start);
 }
