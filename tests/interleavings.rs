@@ -110,3 +110,19 @@ fn unloads_activations_and_promotions_end_whatever_comes_between() {
         assert_eq!(rig.manager.weights().device_slot(SlotRef::Active).is_ok(), active == "b");
     });
 }
+
+#[test]
+fn loads_of_the_same_bytes_all_hear_of_the_one_that_landed() {
+    let versions = versions();
+    explore(move || {
+        let rig = Arc::new(Rig::new(1, options()));
+        let load = |_| {
+            let (rig, adapter) = (rig.clone(), versions[0].clone());
+            thread::spawn(move || rig.manager.load("p", Source::Memory(adapter)).unwrap())
+        };
+        let ids: Vec<u64> = (0..3).map(load).collect::<Vec<_>>().into_iter().map(|t| t.join().unwrap()).collect();
+        assert!(ids.iter().all(|id| *id == ids[0]));
+        assert_eq!(rig.manager.status().residents[0].generation, 1);
+        check_at_rest(&rig);
+    });
+}

@@ -472,6 +472,7 @@ impl AdapterManager {
             self.enter(state, name);
         });
         state.landed.insert(flight.id, Landed { waiting: flight.waiting, result: Ok(slot) });
+        self.changed.notify_all();
     }
 
     /// Waits for a slot.
