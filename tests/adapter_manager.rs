@@ -45,8 +45,10 @@ fn the_same_bytes_again_change_nothing_and_keep_their_id() {
     let generation = rig.manager.status().residents[0].generation;
     assert_eq!(rig.manager.load("p", memory(1)).unwrap(), first);
     assert_eq!(rig.manager.status().residents[0].generation, generation);
+    assert_eq!(rig.manager.weights().adapter_names(), ["p"]);
     assert_ne!(rig.manager.load("p", memory(9)).unwrap(), first);
     assert_eq!(rig.manager.load("p", memory(1)).unwrap(), first, "and come back under the same id");
+    assert_eq!(rig.manager.weights().adapter_names(), ["p"], "idle generations have left");
 }
 
 #[test]

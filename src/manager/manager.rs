@@ -225,6 +225,7 @@ impl AdapterManager {
             drop(state);
             return if registered { Ok(()) } else { Err(read(&self.weights).unknown(name)) };
         };
+        self.note_vacant(&state, slot);
         let generation = state.slots.slots()[slot as usize].generation;
         let gone = |state: &State| {
             let now = &state.slots.slots()[slot as usize];
@@ -279,11 +280,16 @@ impl AdapterManager {
         let mut state = lock(&self.state);
         state.slots.release(slot);
         read(&self.weights).release_slot(slot as i32);
+        self.note_vacant(&state, slot);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Forgets in the loaded set who was in `slot`, if no one is any more.
+    fn note_vacant(&self, state: &State, slot: u32) {
         if state.slots.slots()[slot as usize].name.is_none() {
             write(&self.weights).vacate(slot as usize);
         }
-        drop(state);
-        self.changed.notify_all();
     }
 
     /// A user more on `name`, if a slot takes new users of it.
@@ -302,7 +308,7 @@ impl AdapterManager {
     }
 
     /// Makes `name` resident, takes `leases` (0 or 1) on it, and returns its slot. With a source, loads
-    /// it even where the name is resident.
+    /// it even where the name is resident; takes no lease then.
     fn bring(&self, name: &str, source: Option<Source>, leases: u32, deadline: Instant) -> Result<u32> {
         loop {
             let mut state = lock(&self.state);
@@ -317,8 +323,7 @@ impl AdapterManager {
             }
             let joined = state.flights.get_mut(name).map(|flight| {
                 flight.waiting += 1;
-                // One who has a source of its own only waits for the other load to end.
-                flight.leases += if source.is_none() { leases } else { 0 };
+                flight.leases += leases;
                 flight.id
             });
             let flight = match joined {
@@ -338,7 +343,7 @@ impl AdapterManager {
                 }
             };
             let leads = joined.is_none();
-            match self.hear(state, flight, leases, leads || source.is_none(), deadline)? {
+            match self.hear(state, flight, leases, deadline)? {
                 // Another one's source landed, or another one's time ran out: ours hasn't.
                 _ if !leads && source.is_some() => {}
                 Err(error) if !leads && matches!(*error, Error::TimedOut { .. }) && Instant::now() < deadline => {}
@@ -371,7 +376,6 @@ impl AdapterManager {
         mut state: MutexGuard<'_, State>,
         id: u64,
         leases: u32,
-        counted: bool,
         deadline: Instant,
     ) -> Result<Result<u32, Arc<Error>>> {
         loop {
@@ -389,7 +393,7 @@ impl AdapterManager {
                     let error = self.timed_out("a load", &state);
                     if let Some(flight) = state.flights.values_mut().find(|flight| flight.id == id) {
                         flight.waiting -= 1;
-                        flight.leases -= if counted { leases } else { 0 };
+                        flight.leases -= leases;
                     }
                     return Err(error);
                 }
@@ -513,7 +517,8 @@ impl AdapterManager {
             }
             let generation = weights.slots[slot as usize].generation + 1;
             // An older adapter of the name that still drains keeps its slot, but not the name.
-            if let Some(older) = weights.slot_of(name).filter(|older| *older != slot as usize) {
+            let older = weights.slot_of(name).filter(|older| *older != slot as usize);
+            if let Some(older) = older {
                 weights.slots[older].name = format!("{name} (generation {})", weights.slots[older].generation);
                 if weights.active == older {
                     weights.active = slot as usize;
@@ -530,11 +535,12 @@ impl AdapterManager {
             let pinned = state.pinned.iter().any(|pinned| **pinned == *name) || weights.active == slot as usize;
             drop(weights);
             state.slots.publish(slot, &name.into(), pinned);
+            if let Some(older) = older {
+                self.note_vacant(&state, older as u32);
+            }
             self.seat(&mut state, name, slot);
         }
-        state.publishing = false;
-        drop(state);
-        self.changed.notify_all();
+        self.end_change(state);
         sent
     }
 
@@ -549,16 +555,21 @@ impl AdapterManager {
         while state.steps > 0 {
             state = match wait_until(&self.changed, state, deadline) {
                 Ok(state) => state,
-                Err(mut state) => {
-                    state.publishing = false;
+                Err(state) => {
                     let error = self.timed_out("a step to end", &state);
-                    drop(state);
-                    self.changed.notify_all();
+                    self.end_change(state);
                     return Err(error);
                 }
             };
         }
         Ok(())
+    }
+
+    /// Lets steps begin again.
+    fn end_change(&self, mut state: MutexGuard<'_, State>) {
+        state.publishing = false;
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Empties the tables of a slot that an unload has freed, unless it has been filled again.
@@ -574,14 +585,7 @@ impl AdapterManager {
             true => self.pool.publish(&*self.gpu, slot, &cells, 0.0, &mut |_| Ok(())),
             false => Ok(()),
         };
-        let mut state = lock(&self.state);
-        let now = &state.slots.slots()[slot as usize];
-        if sent.is_ok() && now.name.is_none() && now.generation == generation {
-            write(&self.weights).vacate(slot as usize);
-        }
-        state.publishing = false;
-        drop(state);
-        self.changed.notify_all();
+        self.end_change(lock(&self.state));
         sent
     }
 
