@@ -12,6 +12,7 @@ constexpr unsigned int SGMV_SHRINK_RANKS = 16;
 constexpr unsigned int SGMV_EXPAND_OUTPUTS = 32;
 constexpr unsigned int SGMV_DEPTH = 32;
 constexpr unsigned int MAX_RANK = 512;
+constexpr unsigned int RANK_VECTORS = 65536;
 constexpr unsigned int DTYPE_F32 = 0;
 constexpr unsigned int DTYPE_F16 = 1;
 constexpr unsigned int DTYPE_BF16 = 2;
@@ -59,7 +60,7 @@ struct Pack {
 struct SiteParams {
     // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
     unsigned int cells;
-    // Word offset of `slots` u32 true ranks.
+    // Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
     unsigned int ranks;
     // Word offset of `slots` f32 scales.
     unsigned int scales;
@@ -125,6 +126,22 @@ struct Params {
     unsigned int max_out;
     // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
     unsigned int packs_at;
+    // Word offset in the batch operand of one u32 a row of the batch: the row of x that it reads (shrinks); 0: its own.
+    unsigned int x_rows_at;
+    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one is skipped.
+    unsigned int x_rows;
+    // Experts of the routed layer; 0: not routed.
+    unsigned int experts;
+    // Rows that one token has, each with an expert of its own; 0: tokens are named.
+    unsigned int top_k;
+    // Entries of a table array that one adapter's slot takes where each of its experts has one.
+    unsigned int slot_stride;
+    // Unused.
+    unsigned int reserved0;
+    // Unused.
+    unsigned int reserved1;
+    // Unused.
+    unsigned int reserved2;
     // The sites; entries from `sites` on are zero.
     SiteParams site[MAX_SITES];
 };

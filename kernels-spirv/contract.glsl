@@ -11,6 +11,7 @@ const uint SGMV_SHRINK_RANKS = 16;
 const uint SGMV_EXPAND_OUTPUTS = 32;
 const uint SGMV_DEPTH = 32;
 const uint MAX_RANK = 512;
+const uint RANK_VECTORS = 65536;
 const uint DTYPE_F32 = 0;
 const uint DTYPE_F16 = 1;
 const uint DTYPE_BF16 = 2;
@@ -58,7 +59,7 @@ struct Pack {
 struct SiteParams {
     // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
     uint cells;
-    // Word offset of `slots` u32 true ranks.
+    // Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
     uint ranks;
     // Word offset of `slots` f32 scales.
     uint scales;
@@ -124,6 +125,22 @@ struct Params {
     uint max_out;
     // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
     uint packs_at;
+    // Word offset in the batch operand of one u32 a row of the batch: the row of x that it reads (shrinks); 0: its own.
+    uint x_rows_at;
+    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one is skipped.
+    uint x_rows;
+    // Experts of the routed layer; 0: not routed.
+    uint experts;
+    // Rows that one token has, each with an expert of its own; 0: tokens are named.
+    uint top_k;
+    // Entries of a table array that one adapter's slot takes where each of its experts has one.
+    uint slot_stride;
+    // Unused.
+    uint reserved0;
+    // Unused.
+    uint reserved1;
+    // Unused.
+    uint reserved2;
     // The sites; entries from `sites` on are zero.
     SiteParams site[MAX_SITES];
 };

@@ -11,6 +11,7 @@ const SGMV_SHRINK_RANKS: u32 = 16u;
 const SGMV_EXPAND_OUTPUTS: u32 = 32u;
 const SGMV_DEPTH: u32 = 32u;
 const MAX_RANK: u32 = 512u;
+const RANK_VECTORS: u32 = 65536u;
 const DTYPE_F32: u32 = 0u;
 const DTYPE_F16: u32 = 1u;
 const DTYPE_BF16: u32 = 2u;
@@ -58,7 +59,7 @@ struct Pack {
 struct SiteParams {
     // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
     cells: u32,
-    // Word offset of `slots` u32 true ranks.
+    // Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
     ranks: u32,
     // Word offset of `slots` f32 scales.
     scales: u32,
@@ -124,6 +125,22 @@ struct Params {
     max_out: u32,
     // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
     packs_at: u32,
+    // Word offset in the batch operand of one u32 a row of the batch: the row of x that it reads (shrinks); 0: its own.
+    x_rows_at: u32,
+    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one is skipped.
+    x_rows: u32,
+    // Experts of the routed layer; 0: not routed.
+    experts: u32,
+    // Rows that one token has, each with an expert of its own; 0: tokens are named.
+    top_k: u32,
+    // Entries of a table array that one adapter's slot takes where each of its experts has one.
+    slot_stride: u32,
+    // Unused.
+    reserved0: u32,
+    // Unused.
+    reserved1: u32,
+    // Unused.
+    reserved2: u32,
     // The sites; entries from `sites` on are zero.
     site: array<SiteParams, 4>,
 }

@@ -10,17 +10,25 @@
 //! slot(row) < 0, or outside the window, or cell 0, or rank 0: y[row] keeps its bits
 //! ```
 //!
-//! where `scale = scales[site][slot] * row.scale`. All arithmetic is f32; there are no floating-point
+//! where `scale = scales[site][slot] * row.scale`. Where the slot's rank word has [`RANK_VECTORS`], the expand is
+//!
+//! ```text
+//! y[row][n] += row.scale * ((gain[n] - 1) * y[row][n] + offset[n] + scales[site][slot] * gain[n] * sum_r ...)
+//! ```
+//!
+//! which serves DoRA (gain: magnitude over norm) and LoRA biases (gain 1). All arithmetic is f32; there are no floating-point
 //! atomics; each sum is taken in an order that depends on the site's shape alone, so a row has the
 //! same bits alone and in any batch, in any slot, at any `max_rank`.
 
+mod block;
+mod check;
 pub mod render;
 
-use bytemuck::{Pod, Zeroable};
+pub use block::{Pack, Params, RowRef, SiteParams, Tile};
+pub(crate) use check::check;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::memory::Region;
 
 /// Sites that one launch may serve: those that share an input, such as q, k, v.
 pub const MAX_SITES: usize = 4;
@@ -44,152 +52,11 @@ pub const SGMV_EXPAND_OUTPUTS: u32 = 32;
 pub const SGMV_DEPTH: u32 = 32;
 /// Largest rank that a pool may be set up for.
 pub const MAX_RANK: u32 = 512;
+/// Set in a slot's rank word at a site, above the rank: f32 `gain[out_features]` and then f32
+/// `offset[out_features]` lie behind B's last row.
+pub const RANK_VECTORS: u32 = 1 << 16;
 /// A's and B's row strides are multiples of this many elements: 16 bytes in the 2-byte types.
 pub const STRIDE_ALIGN: u32 = 8;
-
-/// Declares a parameter block: a `#[repr(C)]` struct of 4-byte scalars, with its fields listed for [`render`].
-macro_rules! block {
-    ($(#[doc = $doc:literal])* $name:ident { $($(#[doc = $fdoc:literal])* $field:ident: $ty:tt,)* }) => {
-        $(#[doc = $doc])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
-        #[repr(C)]
-        pub struct $name { $($(#[doc = $fdoc])* pub $field: block!(@rust $ty),)* }
-        impl $name {
-            /// The block as [`render`] prints it.
-            pub const BLOCK: render::Block = render::Block {
-                name: stringify!($name),
-                doc: &[$($doc),*],
-                fields: &[$(render::Field { name: stringify!($field), ty: block!(@ty $ty), doc: &[$($fdoc),*] }),*],
-            };
-        }
-    };
-    (@rust sites) => { [SiteParams; MAX_SITES] };
-    (@rust rows) => { [u32; BGMV_PACK_ROWS] };
-    (@rust $ty:tt) => { $ty };
-    (@ty u32) => { render::Type::U32 };
-    (@ty i32) => { render::Type::I32 };
-    (@ty f32) => { render::Type::F32 };
-    (@ty sites) => { render::Type::Sites };
-    (@ty rows) => { render::Type::Rows };
-}
-
-block! {
-    /// A row of the batch: which adapter it has. `batch[row]` from word 0 on.
-    RowRef {
-        /// Slot of the row's adapter; negative: no delta.
-        slot: i32,
-        /// The row's own multiplier, 1 where none was asked for.
-        scale: f32,
-    }
-}
-
-block! {
-    /// Up to SGMV_TILE_ROWS consecutive rows of one slot. Entry t of the batch's tiles.
-    Tile {
-        /// Slot of all the tile's rows; negative: nothing to do.
-        slot: i32,
-        /// Index of the first row in the batch.
-        first_row: u32,
-        /// Number of rows, 1..=SGMV_TILE_ROWS; 0: an unused tile.
-        rows: u32,
-        /// Unused.
-        reserved: u32,
-    }
-}
-
-block! {
-    /// Up to BGMV_PACK_ROWS rows of one slot, wherever they are in the batch. Kernels may use packs or take each row by itself.
-    Pack {
-        /// Slot of all the pack's rows; negative: this pack and those after it are unused.
-        slot: i32,
-        /// Number of rows, 1..=BGMV_PACK_ROWS.
-        rows: u32,
-        /// Their indices in the batch.
-        row: rows,
-        /// Unused.
-        reserved0: u32,
-        /// Unused.
-        reserved1: u32,
-    }
-}
-
-block! {
-    /// One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
-    SiteParams {
-        /// Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
-        cells: u32,
-        /// Word offset of `slots` u32 true ranks.
-        ranks: u32,
-        /// Word offset of `slots` f32 scales.
-        scales: u32,
-        /// Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
-        span: u32,
-        /// Number of outputs (rows of B).
-        out_features: u32,
-        /// Which of the y operands holds the outputs, 0..MAX_SITES.
-        y_operand: u32,
-        /// Element of that operand where output 0 of row 0 lies.
-        y_offset: u32,
-        /// Elements between rows of y.
-        y_stride: u32,
-        /// f32 elements from the start of a z row to this site's part.
-        z_offset: u32,
-        /// Unused.
-        reserved0: u32,
-        /// Unused.
-        reserved1: u32,
-        /// Unused.
-        reserved2: u32,
-    }
-}
-
-block! {
-    /// Parameters of a launch, the same for every kernel. Row 0 of x, y and z is row `row_first` of the batch.
-    Params {
-        /// Rows in this launch: x, y and z hold that many.
-        rows: u32,
-        /// Index in the batch of the launch's first row.
-        row_first: u32,
-        /// Entries of every table array (max_loras).
-        slots: u32,
-        /// First slot of the launch's window: rows of other slots are another launch's.
-        slot_first: u32,
-        /// Number of slots in the window.
-        slot_count: u32,
-        /// Number of sites in use.
-        sites: u32,
-        /// Columns of A, elements of a row of x that are read.
-        in_features: u32,
-        /// Elements between rows of x.
-        x_stride: u32,
-        /// Elements between rows of A.
-        a_stride: u32,
-        /// Elements between rows of B.
-        b_stride: u32,
-        /// f32 elements between rows of z.
-        z_stride: u32,
-        /// Largest rank that a table may name; a larger one is skipped.
-        max_rank: u32,
-        /// Word offset of the tiles in the batch operand (SGMV).
-        tiles_at: u32,
-        /// Number of tiles (SGMV).
-        tiles: u32,
-        /// Address of the weights operand's first byte, low word.
-        weights_lo: u32,
-        /// Address of the weights operand's first byte, high word.
-        weights_hi: u32,
-        /// Bytes of the weights operand, low word.
-        weights_len_lo: u32,
-        /// Bytes of the weights operand, high word.
-        weights_len_hi: u32,
-        /// Largest out_features of the sites in use.
-        max_out: u32,
-        /// Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
-        packs_at: u32,
-        /// The sites; entries from `sites` on are zero.
-        site: sites,
-    }
-}
 
 /// What a kernel may do with an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -360,110 +227,6 @@ pub fn fold(groups: u64, max_x: u32, max_y: u32) -> Result<[u32; 2]> {
         return Err(Error::Limit { what: "number of workgroups", found: groups, limit, hint: "" });
     }
     Ok([x as u32, y as u32])
-}
-
-/// Checks `operands` against `kernel` and `params`: count, length, and that nothing written overlaps.
-/// On success a kernel that keeps to the contract touches no byte outside them.
-pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
-    let list = kernel.operands();
-    let sites = params.sites as usize;
-    if sites == 0 || sites > MAX_SITES || params.max_rank > MAX_RANK {
-        return Err(Error::shape(
-            format!("launch of {}", kernel.name()),
-            format!("{sites} sites of rank up to {}", params.max_rank),
-            format!("1..={MAX_SITES} sites of rank up to {MAX_RANK}"),
-        ));
-    }
-    for site in &params.site[..sites] {
-        check_site(kernel, spec, site, params)?;
-    }
-    let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
-    if operands.len() != needed {
-        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
-    }
-    if u64::from(params.slot_first) + u64::from(params.slot_count) > u64::from(params.slots) {
-        return Err(Error::shape(
-            "slot window",
-            format!("{}+{}", params.slot_first, params.slot_count),
-            format!("within {} slots", params.slots),
-        ));
-    }
-    for site in &params.site[..sites] {
-        let (what, stride, row) = if kernel.is_expand() {
-            ("y", site.y_stride, site.out_features)
-        } else {
-            ("z", params.z_stride, params.max_rank)
-        };
-        if params.rows > 1 && stride < row {
-            return Err(Error::shape(
-                format!("rows of {what} of {}", kernel.name()),
-                format!("{row} elements, {stride} apart"),
-                "rows that don't overlap",
-            ));
-        }
-    }
-    let extents = kernel.extents(spec, params);
-    for (i, ((operand, region), extent)) in list.iter().zip(operands).zip(&extents).enumerate() {
-        let align = match (i, kernel.is_expand()) {
-            (3, false) | (4.., true) => spec.act.size(),
-            _ => 4,
-        };
-        if !region.ptr().0.is_multiple_of(align) {
-            return Err(Error::shape(
-                format!("operand {} of {}", operand.name, kernel.name()),
-                format!("address {:?}", region.ptr()),
-                format!("a multiple of {align} bytes"),
-            ));
-        }
-        if region.len() < *extent {
-            return Err(Error::shape(
-                format!("operand {} of {}", operand.name, kernel.name()),
-                format!("{} bytes", region.len()),
-                format!("at least {extent} bytes"),
-            ));
-        }
-    }
-    for (i, written) in operands.iter().enumerate().filter(|(i, _)| list[*i].access == Access::Write) {
-        for (j, other) in operands.iter().enumerate() {
-            if i != j && written.overlaps(other) {
-                return Err(Error::shape(
-                    format!("operands {} and {} of {}", list[i].name, list[j].name, kernel.name()),
-                    "overlapping memory",
-                    "separate memory",
-                ));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Checks that a matrix which fits a site's span is all that the kernel reads through its cells.
-fn check_site(kernel: Kernel, spec: Spec, site: &SiteParams, params: &Params) -> Result<()> {
-    let (rows, stride, row) = match kernel.is_expand() {
-        true => (site.out_features, params.b_stride, params.max_rank),
-        false => (params.max_rank, params.a_stride, params.in_features),
-    };
-    if stride < row || !stride.is_multiple_of(STRIDE_ALIGN) {
-        return Err(Error::shape(
-            format!("weight rows of {}", kernel.name()),
-            format!("{row} elements, {stride} apart"),
-            format!("a stride that holds a row and is a multiple of {STRIDE_ALIGN}"),
-        ));
-    }
-    let elements = u64::from(rows.saturating_sub(1)) * u64::from(stride)
-        + u64::from(stride.min(row.next_multiple_of(STRIDE_ALIGN)));
-    let bytes = elements.saturating_mul(spec.weight.size());
-    if u64::from(site.span) * 4 < bytes {
-        return Err(Error::shape(
-            format!("span of a site of {}", kernel.name()),
-            format!("{} words", site.span),
-            format!("at least {} words for {rows} rows, {stride} apart", bytes / 4),
-        ));
-    }
-    if kernel.is_expand() && site.y_operand as usize >= MAX_SITES {
-        return Err(Error::shape("y operand of a site", site.y_operand, format!("less than {MAX_SITES}")));
-    }
-    Ok(())
 }
 
 /// Number of y operands that `params` names.

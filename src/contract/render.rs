@@ -79,7 +79,7 @@ impl Language {
 
 const BLOCKS: [Block; 5] = [RowRef::BLOCK, Tile::BLOCK, Pack::BLOCK, SiteParams::BLOCK, Params::BLOCK];
 
-const CONSTANTS: [(&str, u32); 11] = [
+const CONSTANTS: [(&str, u32); 12] = [
     ("MAX_SITES", MAX_SITES as u32),
     ("MAX_OPERANDS", MAX_OPERANDS as u32),
     ("THREADS", THREADS),
@@ -91,6 +91,7 @@ const CONSTANTS: [(&str, u32); 11] = [
     ("SGMV_EXPAND_OUTPUTS", SGMV_EXPAND_OUTPUTS),
     ("SGMV_DEPTH", SGMV_DEPTH),
     ("MAX_RANK", MAX_RANK),
+    ("RANK_VECTORS", RANK_VECTORS),
 ];
 
 /// The prelude in `language`: constants, dtype codes, kernel operand lists (as comments) and blocks.

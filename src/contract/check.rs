@@ -1,0 +1,109 @@
+//! What must hold before a kernel may run on some memory.
+
+use super::{Access, Kernel, MAX_RANK, MAX_SITES, Params, STRIDE_ALIGN, SiteParams, Spec, outputs};
+use crate::error::{Error, Result};
+use crate::memory::Region;
+
+/// Checks `operands` against `kernel` and `params`: count, length, and that nothing written overlaps.
+/// On success a kernel that keeps to the contract touches no byte outside them.
+pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
+    let list = kernel.operands();
+    let sites = params.sites as usize;
+    if sites == 0 || sites > MAX_SITES || params.max_rank > MAX_RANK {
+        return Err(Error::shape(
+            format!("launch of {}", kernel.name()),
+            format!("{sites} sites of rank up to {}", params.max_rank),
+            format!("1..={MAX_SITES} sites of rank up to {MAX_RANK}"),
+        ));
+    }
+    for site in &params.site[..sites] {
+        check_site(kernel, spec, site, params)?;
+    }
+    let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
+    if operands.len() != needed {
+        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
+    }
+    if u64::from(params.slot_first) + u64::from(params.slot_count) > u64::from(params.slots) {
+        return Err(Error::shape(
+            "slot window",
+            format!("{}+{}", params.slot_first, params.slot_count),
+            format!("within {} slots", params.slots),
+        ));
+    }
+    for site in &params.site[..sites] {
+        let (what, stride, row) = if kernel.is_expand() {
+            ("y", site.y_stride, site.out_features)
+        } else {
+            ("z", params.z_stride, params.max_rank)
+        };
+        if params.rows > 1 && stride < row {
+            return Err(Error::shape(
+                format!("rows of {what} of {}", kernel.name()),
+                format!("{row} elements, {stride} apart"),
+                "rows that don't overlap",
+            ));
+        }
+    }
+    let extents = kernel.extents(spec, params);
+    for (i, ((operand, region), extent)) in list.iter().zip(operands).zip(&extents).enumerate() {
+        let align = match (i, kernel.is_expand()) {
+            (3, false) | (4.., true) => spec.act.size(),
+            _ => 4,
+        };
+        if !region.ptr().0.is_multiple_of(align) {
+            return Err(Error::shape(
+                format!("operand {} of {}", operand.name, kernel.name()),
+                format!("address {:?}", region.ptr()),
+                format!("a multiple of {align} bytes"),
+            ));
+        }
+        if region.len() < *extent {
+            return Err(Error::shape(
+                format!("operand {} of {}", operand.name, kernel.name()),
+                format!("{} bytes", region.len()),
+                format!("at least {extent} bytes"),
+            ));
+        }
+    }
+    for (i, written) in operands.iter().enumerate().filter(|(i, _)| list[*i].access == Access::Write) {
+        for (j, other) in operands.iter().enumerate() {
+            if i != j && written.overlaps(other) {
+                return Err(Error::shape(
+                    format!("operands {} and {} of {}", list[i].name, list[j].name, kernel.name()),
+                    "overlapping memory",
+                    "separate memory",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a matrix which fits a site's span is all that the kernel reads through its cells.
+fn check_site(kernel: Kernel, spec: Spec, site: &SiteParams, params: &Params) -> Result<()> {
+    let (rows, stride, row) = match kernel.is_expand() {
+        true => (site.out_features, params.b_stride, params.max_rank),
+        false => (params.max_rank, params.a_stride, params.in_features),
+    };
+    if stride < row || !stride.is_multiple_of(STRIDE_ALIGN) {
+        return Err(Error::shape(
+            format!("weight rows of {}", kernel.name()),
+            format!("{row} elements, {stride} apart"),
+            format!("a stride that holds a row and is a multiple of {STRIDE_ALIGN}"),
+        ));
+    }
+    let elements = u64::from(rows.saturating_sub(1)) * u64::from(stride)
+        + u64::from(stride.min(row.next_multiple_of(STRIDE_ALIGN)));
+    let bytes = elements.saturating_mul(spec.weight.size());
+    if u64::from(site.span) * 4 < bytes {
+        return Err(Error::shape(
+            format!("span of a site of {}", kernel.name()),
+            format!("{} words", site.span),
+            format!("at least {} words for {rows} rows, {stride} apart", bytes / 4),
+        ));
+    }
+    if kernel.is_expand() && site.y_operand as usize >= MAX_SITES {
+        return Err(Error::shape("y operand of a site", site.y_operand, format!("less than {MAX_SITES}")));
+    }
+    Ok(())
+}
