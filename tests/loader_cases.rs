@@ -116,17 +116,6 @@ fn a_directory_of_several_adapters_is_refused_and_of_one_is_not() {
 }
 
 #[test]
-fn fused_and_split_linears_are_not_mistaken_for_each_other() {
-    let phi = base("phi3");
-    for module in ["self_attn.q_proj", "mlp.gate_proj"] {
-        let split = Files::lora(2).pair(&format!("model.layers.0.{module}"), 2, 48, 48);
-        assert_refused(split.load(Some(&phi)), Code::FusedMismatch, &[module, "_proj in its place"]);
-    }
-    let fused = Files::lora(2).pair("model.layers.0.self_attn.qkv_proj", 2, 48, 96);
-    assert_refused(fused.load(Some(&base("llama"))), Code::FusedMismatch, &["qkv_proj", "q_proj in its place"]);
-}
-
-#[test]
 fn a_resized_vocabulary_is_named_as_such() {
     let resized = Files::lora(2).pair("lm_head", 2, 48, 136);
     assert_refused(resized.load(Some(&base("llama"))), Code::Vocabulary, &["136", "131", "lm_head"]);

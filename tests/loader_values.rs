@@ -4,9 +4,9 @@ mod loader_support;
 
 use std::collections::BTreeMap;
 
-use loader_support::{Tensor, base, fixtures, json_file, read_tensors};
+use loader_support::{base, delta, fixtures, json_file, read_tensors};
 use lorapool::DType;
-use lorapool::adapter::{Adapter, HostPair, load};
+use lorapool::adapter::{Adapter, load};
 use serde_json::Value;
 
 /// Fixtures that load, with their bases.
@@ -20,21 +20,6 @@ fn accepted() -> Vec<(String, Adapter)> {
             (case.clone(), load(fixtures().join(case), Some(&base)).unwrap())
         })
         .collect()
-}
-
-/// `scale * B * A * x` for each row of `x`, in f64.
-fn delta(pair: &HostPair, scale: f64, x: &Tensor) -> Vec<f64> {
-    let (a, b) = (pair.a.values(), pair.b.values());
-    let (rank, inputs) = (pair.rank(), pair.in_features());
-    let mut out = Vec::new();
-    for x in x.values.chunks(inputs) {
-        let z: Vec<f64> = a.chunks(inputs).map(|a| a.iter().zip(x).map(|(a, x)| f64::from(*a) * x).sum()).collect();
-        for b in b.chunks(rank) {
-            let sum: f64 = b.iter().zip(&z).map(|(b, z)| f64::from(*b) * z).sum();
-            out.push(scale * sum);
-        }
-    }
-    out
 }
 
 #[test]
@@ -51,7 +36,7 @@ fn every_accepted_fixture_gives_pefts_outputs() {
             // Kernels take the scale in f32; PEFT has it in f64.
             let (_, scale) = adapter.config.scales().unwrap().of(&pair.site.path).unwrap();
             assert_eq!(pair.scale, scale as f32);
-            let found = delta(pair, scale, get("x"));
+            let found = delta(pair, scale, &get("x").values);
             for ((d, base), y) in found.iter().zip(&get("y_base").values).zip(&get("y").values) {
                 assert!((base + d - y).abs() < 1e-9, "{case} {}: {} {y}", pair.site.path, base + d);
                 compared += 1;

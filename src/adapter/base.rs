@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use safetensors::Dtype;
 
-use super::family;
+use super::family::{self, Attention};
 use super::file;
 use super::header::{Header, TensorInfo};
 use super::json::{Json, Limits, excerpt};
@@ -67,6 +67,8 @@ pub struct BaseModel {
     weights: Weights,
     /// The head that is not stored, and the embedding whose weight it shares.
     tied: Option<(String, String)>,
+    /// What config.json says of its attention.
+    attention: Option<Attention>,
 }
 
 impl BaseModel {
@@ -136,6 +138,10 @@ impl BaseModel {
         self.others.get(path).copied()
     }
 
+    pub(super) fn attention(&self) -> Option<&Attention> {
+        self.attention.as_ref()
+    }
+
     /// A parameter's declaration; of a tied head, the embedding's.
     pub(super) fn weight(&self, name: &str) -> Option<&TensorInfo> {
         self.weights.get(name).or_else(|| {
@@ -169,6 +175,7 @@ impl BaseModel {
             }
         }
         let derived = config.as_ref().map(|config| family::linears(&config_path, config));
+        let attention = config.as_ref().and_then(|config| family::attention(&config_path, config).ok());
         let mut shapes: HashMap<String, (usize, usize)> = HashMap::new();
         let mut others = HashMap::new();
         let mut tied = None;
@@ -199,7 +206,7 @@ impl BaseModel {
             }
         }
         let shapes = shapes.into_iter().map(|(path, (inputs, outputs))| (path, inputs, outputs)).collect();
-        let base = Self { others, weights, tied, ..Self::of_linears(source, shapes) };
+        let base = Self { others, weights, tied, attention, ..Self::of_linears(source, shapes) };
         if base.linears.is_empty() {
             let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
             return Err(Reject::new(Code::BaseFile, message));

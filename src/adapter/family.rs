@@ -324,6 +324,44 @@ pub(super) fn linears(path: &Path, config: &Json) -> Loaded<Derived> {
     Ok(derived)
 }
 
+/// The widths of a model's attention, as its config gives them.
+#[derive(Clone, Debug)]
+pub(super) struct Attention {
+    /// Of the text model, where there are several.
+    pub model_type: String,
+    /// Of queries.
+    pub heads: usize,
+    /// Of keys and of values.
+    pub key_value_heads: usize,
+    /// One head of keys and values for all, in models that say so by a flag.
+    pub multi_query: bool,
+    /// Rows of all queries.
+    pub query: usize,
+    /// Rows of all keys, and of all values.
+    pub key_value: usize,
+}
+
+/// What `config` says of a model's attention, if it does.
+pub(super) fn attention(path: &Path, config: &Json) -> Loaded<Attention> {
+    let file = path.display().to_string();
+    let inner = config.get("text_config").filter(|text| matches!(text, Json::Object(_)));
+    let json = inner.unwrap_or(config);
+    let model_type = json.get("model_type").or(config.get("model_type")).and_then(Json::as_str).unwrap_or_default();
+    let fields = Fields { file: &file, json, model_type };
+    let heads = fields.heads()?;
+    let multi_query = json.get("multi_query").and_then(Json::as_bool).unwrap_or(false);
+    let key_value_heads = if multi_query { 1 } else { fields.key_value_heads()? };
+    let width = fields.head_width()?;
+    Ok(Attention {
+        model_type: model_type.to_owned(),
+        heads,
+        key_value_heads,
+        multi_query,
+        query: heads * width,
+        key_value: key_value_heads * width,
+    })
+}
+
 /// Sizes in a config, by the names that families give them.
 struct Fields<'a> {
     file: &'a str,
@@ -366,7 +404,7 @@ impl Fields<'_> {
             },
             TwoInner => 2 * self.width(Inner)?,
             Query => self.heads()? * self.head_width()?,
-            KeyValue => self.may(&["num_key_value_heads"])?.map_or_else(|| self.heads(), Ok)? * self.head_width()?,
+            KeyValue => self.key_value_heads()? * self.head_width()?,
             All if self.may(&["num_key_value_heads"])?.is_some() => self.width(Query)? + 2 * self.width(KeyValue)?,
             All => 3 * self.width(Hidden)?,
             Vocabulary => self.need(&["vocab_size"])?,
@@ -376,6 +414,10 @@ impl Fields<'_> {
 
     fn heads(&self) -> Loaded<usize> {
         self.need(&["num_attention_heads", "n_head", "n_heads"])
+    }
+
+    fn key_value_heads(&self) -> Loaded<usize> {
+        self.may(&["num_key_value_heads"])?.map_or_else(|| self.heads(), Ok)
     }
 
     fn head_width(&self) -> Loaded<usize> {

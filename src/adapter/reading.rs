@@ -8,6 +8,7 @@ use super::alpha::Alphas;
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
 use super::float::Float;
+use super::fused;
 use super::header::TensorInfo;
 use super::json::excerpt;
 use super::judge::Use;
@@ -97,6 +98,7 @@ impl Reading<'_> {
             let (a, b) = (self.matrix(a)?, self.matrix(b)?);
             host.push(HostPair { site, a, b, scale });
         }
+        let host = self.refit(host)?;
         let mut unapplied = Vec::new();
         let mut fates = Vec::with_capacity(tensors.len());
         let mut copies = Vec::new();
@@ -115,7 +117,7 @@ impl Reading<'_> {
                     Fate::ForHost
                 }
             };
-            let site = paths.get(key.module).map_or(key.module, String::as_str).into();
+            let site = self.home(paths.get(key.module).map_or(key.module, String::as_str));
             let (name, dtype) = (tensor.name.to_string(), tensor.dtype.to_string());
             fates.push(TensorFate { name, dtype, shape: tensor.shape.to_vec(), fate, site });
         }
@@ -220,27 +222,30 @@ impl Reading<'_> {
 
     /// Widths against the base's.
     fn check_base(&self, site: &SiteId, a: &TensorInfo, b: &TensorInfo) -> Loaded<()> {
-        let Some((base, linear)) = self.base.and_then(|base| Some((base, base.linear(&site.path)?))) else {
-            return Ok(());
+        let Some(base) = self.base else { return Ok(()) };
+        let widths = match base.linear(&site.path) {
+            Some(linear) => Some((linear.in_features, linear.out_features)),
+            None => fused::place(base, &site.path)?.map(|place| place.widths()),
         };
+        let Some((in_features, out_features)) = widths else { return Ok(()) };
         let (inputs, outputs) = (a.shape[1], b.shape[0]);
-        if inputs != linear.in_features {
+        if inputs != in_features {
             let message = format!(
                 "{} has {inputs} columns, expected {}: the inputs of {} in {}",
                 self.at(a),
-                linear.in_features,
+                in_features,
                 site.path,
                 base.source()
             );
             return Err(Reject::new(Code::BaseShape, message));
         }
-        if outputs != linear.out_features {
+        if outputs != out_features {
             let head = matches!(site.path.rsplit('.').next(), Some("lm_head" | "embed_out" | "decoder"));
             let code = if head { Code::Vocabulary } else { Code::BaseShape };
             let message = format!(
                 "{} has {outputs} rows, expected {}: the outputs of {} in {}",
                 self.at(b),
-                linear.out_features,
+                out_features,
                 site.path,
                 base.source()
             );

@@ -118,7 +118,7 @@ codes! {
     NotInBase "E_NOT_IN_BASE" "The base has no linear at the tensor's path."
     BaseShape "E_BASE_SHAPE" "The tensor's width is not the base's."
     Vocabulary "E_VOCABULARY" "The vocabulary was resized: rows of the head or embedding are not the base's."
-    FusedMismatch "E_FUSED_MISMATCH" "The base's linear is fused (qkv_proj, gate_up_proj) and the adapter's is not, or the reverse."
+    FusedMismatch "E_FUSED_MISMATCH" "The base's linear is fused (qkv_proj, gate_up_proj) and the adapter's is not, or the reverse, and which rows are whose is not known."
     BaseLayer "E_BASE_LAYER" "A copy of a base weight in the adapter differs from the base, or can't be compared."
     // The base itself
     BaseFile "E_BASE_FILE" "A file of the base is missing or can't be understood."

@@ -8,6 +8,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::base::{BaseModel, Other};
+use super::fused;
 use super::json::excerpt;
 use super::keys::{Key, PREFIX};
 use super::reject::{Code, Loaded, Reject};
@@ -34,15 +35,6 @@ const WRAPPERS: &[&str] = &[
 /// Parts that wrappers of single modules put into the middle of a path (FSDP, activation checkpointing, torch.compile);
 /// no model names a module so.
 const INFIXES: &[&str] = &["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"];
-
-/// Linears that hold several of a usual layer's in one, and the ones that they hold.
-const FUSED: &[(&[&str], &[&str])] = &[
-    (
-        &["qkv_proj", "query_key_value", "c_attn", "W_pack", "Wqkv", "qkv", "in_proj"],
-        &["q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin"],
-    ),
-    (&["gate_up_proj", "gate_and_up_proj", "w13"], &["gate_proj", "up_proj", "w1", "w3"]),
-];
 
 /// A key that needs a place in the base.
 #[derive(Clone, Copy, Debug)]
@@ -74,7 +66,11 @@ pub(super) fn resolve<'a>(
         }
         return Ok(wanted.iter().map(|w| (w.key.module, w.key.module.to_owned())).collect());
     };
-    let as_written = wanted.iter().all(|w| base.linear(w.key.module).is_some());
+    let mut as_written = true;
+    for w in wanted {
+        as_written &=
+            base.linear(w.key.module).is_some() || named(file, w, fused::place(base, w.key.module))?.is_some();
+    }
     let mut paths: HashMap<&str, String> = HashMap::new();
     if as_written {
         paths.extend(wanted.iter().map(|w| (w.key.module, w.key.module.to_owned())));
@@ -83,12 +79,19 @@ pub(super) fn resolve<'a>(
         for linear in base.linears() {
             by_tail.entry(unwrapped(&linear.site.path)).or_default().push(&linear.site.path);
         }
+        let aliases = fused::aliases(base);
+        let mut fused_by_tail: HashMap<&str, Vec<&str>> = HashMap::new();
+        for alias in &aliases {
+            fused_by_tail.entry(unwrapped(alias)).or_default().push(alias);
+        }
         let mut taken: HashMap<&str, &str> = HashMap::new();
         for w in wanted {
-            let found = by_tail.get(unwrapped(&bare(w.key.module))).map_or(&[][..], Vec::as_slice);
+            let bare = bare(w.key.module);
+            let tail = unwrapped(&bare);
+            let found = by_tail.get(tail).or_else(|| fused_by_tail.get(tail)).map_or(&[][..], Vec::as_slice);
             let path = match found {
-                [path] => *path,
-                [] => return Err(missing(file, w, base, &by_tail)),
+                [path] if base.linear(path).is_some() || named(file, w, fused::place(base, path))?.is_some() => *path,
+                [] | [_] => return Err(missing(file, w, base)),
                 [first, second, ..] => {
                     let message = format!(
                         "{file}: tensor {:?} could be for {first} or {second} of {}, expected one place",
@@ -147,28 +150,18 @@ fn unwrapped(path: &str) -> &str {
     rest
 }
 
+/// A refusal of a fused or split linear, with the tensor that asked for it.
+fn named<T>(file: &str, wanted: &Wanted<'_>, place: Loaded<T>) -> Loaded<T> {
+    place.map_err(|mut reject| {
+        reject.message = format!("{file}: tensor {:?}: {}", excerpt(wanted.name), reject.message);
+        reject
+    })
+}
+
 /// Says why a module has no place in the base.
-fn missing(file: &str, wanted: &Wanted<'_>, base: &BaseModel, by_tail: &HashMap<&str, Vec<&str>>) -> Box<Reject> {
+fn missing(file: &str, wanted: &Wanted<'_>, base: &BaseModel) -> Box<Reject> {
     let module = wanted.key.module;
     let at = format!("{file}: tensor {:?}", excerpt(wanted.name));
-    let bare = bare(module);
-    let tail = unwrapped(&bare);
-    let (parent, leaf) = tail.rsplit_once('.').unwrap_or(("", tail));
-    let beside = |name: &str| {
-        let path = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
-        by_tail.get(path.as_str()).and_then(|paths| paths.first().copied())
-    };
-    for (fused, split) in FUSED {
-        let other = match (fused.contains(&leaf), split.contains(&leaf)) {
-            (true, _) => split,
-            (_, true) => fused,
-            _ => continue,
-        };
-        if let Some(found) = other.iter().find_map(|name| beside(name)) {
-            let message = format!("{at} is for {module}, but {} has {found} in its place", base.source());
-            return Reject::new(Code::FusedMismatch, message);
-        }
-    }
     match base.other(module) {
         Some(Other::Embedding(..)) => Reject::new(
             Code::EmbeddingLora,

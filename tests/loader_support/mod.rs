@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use lorapool::adapter::{Adapter, BaseModel, Code, Reject};
+use lorapool::adapter::{Adapter, BaseModel, Code, HostPair, Reject};
 use lorapool::{Error, Result};
 use serde_json::{Map, Value, json};
 
@@ -69,6 +69,47 @@ pub fn read_tensors(path: &Path) -> BTreeMap<String, Tensor> {
         Tensor { shape: info["shape"].as_array().unwrap().iter().map(number).collect(), values }
     };
     header.iter().filter(|(name, _)| *name != "__metadata__").map(|(name, info)| (name.clone(), tensor(info))).collect()
+}
+
+/// `scale * B * A * x` for each row of `x`, in f64.
+pub fn delta(pair: &HostPair, scale: f64, x: &[f64]) -> Vec<f64> {
+    let (a, b) = (pair.a.values(), pair.b.values());
+    let (rank, inputs) = (pair.rank(), pair.in_features());
+    let mut out = Vec::new();
+    for x in x.chunks(inputs) {
+        let z: Vec<f64> = a.chunks(inputs).map(|a| a.iter().zip(x).map(|(a, x)| f64::from(*a) * x).sum()).collect();
+        for b in b.chunks(rank) {
+            let sum: f64 = b.iter().zip(&z).map(|(b, z)| f64::from(*b) * z).sum();
+            out.push(scale * sum);
+        }
+    }
+    out
+}
+
+/// The pair at a path.
+#[track_caller]
+pub fn pair_at<'a>(adapter: &'a Adapter, path: &str) -> &'a HostPair {
+    let found = adapter.pairs.iter().find(|pair| &*pair.site.path == path);
+    found.unwrap_or_else(|| {
+        panic!("no {path} among {:?}", adapter.pairs.iter().map(|p| &p.site.path).collect::<Vec<_>>())
+    })
+}
+
+/// A well-formed adapter of a fixture, to be written again with changes.
+pub fn fixture_files(case: &str) -> Files {
+    let bytes = fs::read(fixtures().join(case).join("adapter_model.safetensors")).unwrap();
+    let config = json_file(&fixtures().join(case).join("adapter_config.json"));
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Map<String, Value> = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    let number = |v: &Value| v.as_u64().unwrap() as usize;
+    let tensor = |(name, info): (&String, &Value)| {
+        let range = number(&info["data_offsets"][0])..number(&info["data_offsets"][1]);
+        let dtypes = ["F32", "F16", "BF16", "F64"];
+        let dtype = dtypes.into_iter().find(|dtype| info["dtype"] == **dtype).unwrap();
+        let shape = info["shape"].as_array().unwrap().iter().map(number).collect();
+        (name.clone(), dtype, shape, bytes[8 + header_len..][range].to_vec())
+    };
+    Files { config, tensors: header.iter().filter(|(name, _)| *name != "__metadata__").map(tensor).collect() }
 }
 
 /// An adapter or base to be written, well-formed until told otherwise.
