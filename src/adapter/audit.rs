@@ -8,10 +8,12 @@ use serde::Serialize;
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
 use super::load::Loader;
-use super::reject::Code;
+use super::merge::load_merged;
+use super::reject::{Code, Reject};
 use super::site::SiteId;
 use super::suspect::suspicions;
 use super::weights::{Adapter, HostPair, Notice, TensorFate};
+use crate::error::{Error, Result};
 
 /// Whether an adapter would be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -85,7 +87,26 @@ pub fn audit(dir: impl AsRef<Path>, base: Option<&BaseModel>) -> Audit {
     let mut loader = Loader::default();
     match loader.load(dir.as_ref(), base) {
         Ok(adapter) => Audit::of(&adapter),
-        Err(reject) => Audit {
+        Err(reject) => Audit::refused(*reject, loader),
+    }
+}
+
+/// Judges what [`load_merged`](super::load_merged) would make of these adapters and weights.
+///
+/// # Errors
+/// [`Error::Input`](crate::Error::Input) for no adapter, or a weight that is not finite.
+pub fn audit_merged<P: AsRef<Path>>(parts: &[(P, f32)], base: Option<&BaseModel>) -> Result<Audit> {
+    match load_merged(parts, base) {
+        Ok(adapter) => Ok(Audit::of(&adapter)),
+        Err(Error::Reject(reject)) => Ok(Audit::refused(*reject, Loader::default())),
+        Err(error) => Err(error),
+    }
+}
+
+impl Audit {
+    /// The findings on an adapter that was refused, with what was seen before.
+    fn refused(reject: Reject, loader: Loader) -> Self {
+        Audit {
             verdict: Verdict::Reject,
             code: Some(reject.code),
             message: Some(reject.message),
@@ -96,11 +117,9 @@ pub fn audit(dir: impl AsRef<Path>, base: Option<&BaseModel>) -> Audit {
             slot_bytes: 0,
             digest: None,
             config: loader.config,
-        },
+        }
     }
-}
 
-impl Audit {
     /// The findings on an adapter that was loaded, with remarks on what looks wrong in it.
     pub fn of(adapter: &Adapter) -> Self {
         let sites: Vec<_> = adapter.pairs.par_iter().map(AuditSite::of).collect();

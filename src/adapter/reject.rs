@@ -113,6 +113,8 @@ codes! {
     Dtype "E_DTYPE" "The element type is none of F32, F16, BF16, F64."
     NotFinite "E_NOT_FINITE" "A weight is NaN or infinite."
     Range "E_RANGE" "A finite weight is beyond the range of the element type it must be stored in."
+    // Several adapters made one
+    Merge "E_MERGE" "Adapters of which one has something that can't be added up, or a weight that leaves the range of f32."
     // Against the base
     Prefix "E_PREFIX" "Keys don't start with base_model.model., and no base is given, or they fit no one place in it."
     NotInBase "E_NOT_IN_BASE" "The base has no linear at the tensor's path."

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use lorapool::DType;
-use lorapool::adapter::{Audit as Findings, AuditSite, BaseModel, Fate, Notice, Verdict, audit};
+use lorapool::adapter::{Audit as Findings, AuditSite, BaseModel, Fate, Notice, Verdict};
 use lorapool::pool::{PoolSpec, SiteSpec};
 use serde::Serialize;
 
-use super::adapters::open_base;
+use super::adapters::{AdapterPath, PATHS, open_base};
 use super::args::dtype;
 use super::console::{Console, bad, bold, bytes, dim, good, remark, render, scalar, table};
 use super::failure::{Failure, Status};
@@ -20,16 +20,19 @@ use super::failure::{Failure, Status};
 /// Frobenius norm of scale * B * A, remarks on what looks wrong, and what a pool would take. Of several adapters
 /// it prints one line each.
 #[derive(Debug, Args)]
-#[command(after_help = "Exit code 0: all accepted, 2: one or more rejected.\n\
-    In JSON one adapter is an object, several are an array of such objects.\n\n\
+#[command(after_help = format!("Exit code 0: all accepted, 2: one or more rejected.\n\
+    In JSON one adapter is an object, several are an array of such objects.\n\
+    {PATHS}\n\n\
     Examples:\n  \
     lorapool audit adapters/sql\n  \
     lorapool audit adapters/* --base models/llama --max-rank 64 --max-loras 16\n  \
-    lorapool audit adapters/sql --base models/llama --json | jq .verdict")]
+    lorapool audit adapters/sql --base models/llama --json | jq .verdict\n  \
+    lorapool audit adapters/sql@0.7+adapters/chat@0.3 --base models/llama"))]
 pub struct Audit {
-    /// Directory with adapter_config.json and adapter_model.safetensors, or its shards and their index
+    /// Directory with adapter_config.json and adapter_model.safetensors, or its shards and their index; or a sum of
+    /// several, as below
     #[arg(value_name = "ADAPTER", required = true)]
-    adapters: Vec<PathBuf>,
+    adapters: Vec<AdapterPath>,
 
     /// Directory with the base's config.json and/or safetensors (only headers are read)
     #[arg(long, value_name = "DIR")]
@@ -76,10 +79,10 @@ impl Audit {
         let base = open_base(self.base.as_deref())?;
         let mut documents = Vec::with_capacity(self.adapters.len());
         for adapter in &self.adapters {
-            let mut findings = audit(adapter, base.as_ref());
+            let mut findings = adapter.audit(base.as_ref())?;
             let pool = self.pool(&mut findings, base.as_ref())?;
             documents.push(Document {
-                adapter: adapter.display().to_string(),
+                adapter: adapter.to_string(),
                 base: self.base.as_ref().map(|dir| dir.display().to_string()),
                 findings,
                 pool,

@@ -28,6 +28,9 @@ use crate::pool::{Claim, Pool, SlotImage, Slots, Staging};
 pub enum Source {
     /// A PEFT directory, read anew on each load.
     Dir(PathBuf),
+    /// PEFT directories, read anew on each load, and weights: the sum of their deltas, as
+    /// [`adapter::load_merged`] makes it.
+    Merged(Vec<(PathBuf, f32)>),
     /// Host memory.
     Memory(Arc<Adapter>),
 }
@@ -435,6 +438,7 @@ impl AdapterManager {
         let adapter = match source {
             Source::Memory(adapter) => adapter.clone(),
             Source::Dir(dir) => Arc::new(adapter::load(dir, self.options.base.as_deref())?),
+            Source::Merged(parts) => Arc::new(adapter::load_merged(parts, self.options.base.as_deref())?),
         };
         let image = SlotImage::new(&self.pool, &adapter)?;
         let Some(_inside) = self.lane.enter(deadline) else {

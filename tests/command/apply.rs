@@ -153,3 +153,33 @@ fn the_mixed_batch_of_seven_adapters_is_pefts_row_by_row() {
         }
     }
 }
+
+#[test]
+fn a_sum_of_adapters_gives_the_sum_of_pefts_deltas() {
+    let dir = tempfile::tempdir().unwrap();
+    let (cases, weights) = (["01_plain_f32", "07_rank_pattern"], [0.5, -2.0]);
+    let files = cases.map(|case| std::fs::read(fixtures().join(case).join("expected.safetensors")).unwrap());
+    let output = dir.path().join("out.safetensors").display().to_string();
+    let sum = format!("sum={}@0.5+{}@-2", fixture(cases[0]), fixture(cases[1]));
+    let (base, input) = (fixture("_base/llama"), fixture("01_plain_f32/expected.safetensors"));
+    for backend in backends() {
+        let args = ["apply", "--base", &base, "--adapter", &sum, "--input", &input, "--output", &output];
+        let ran = lorapool(args.into_iter().chain(["--backend", &backend, "--json"]));
+        assert_eq!(ran.code, 0, "{ran:?}");
+        let written = std::fs::read(&output).unwrap();
+        let written = SafeTensors::deserialize(&written).unwrap();
+        let peft = files.each_ref().map(|file| SafeTensors::deserialize(file).unwrap());
+        assert_eq!(written.len(), 14);
+        for name in written.names() {
+            let site = name.strip_suffix("|y").unwrap();
+            let base = values(&peft[0], &format!("{site}|y_base"));
+            let y = peft.each_ref().map(|file| values(file, name));
+            for (at, found) in values(&written, name).into_iter().enumerate() {
+                let delta = |i: usize| weights[i] * (y[i][at] - base[at]);
+                let expected = base[at] + delta(0) + delta(1);
+                assert!((found - expected).abs() < 1e-5 * (1.0 + expected.abs()), "{name} [{at}]: {found} {expected}");
+            }
+        }
+        std::fs::remove_file(&output).unwrap();
+    }
+}

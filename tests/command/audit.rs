@@ -171,3 +171,22 @@ fn the_pool_is_estimated_for_the_ranks_and_slots_that_are_asked_for() {
     assert_eq!(small["verdict"], "accept");
     assert!(lorapool(["audit", &fixture("05_r1"), "--max-rank", "0"]).code == 2);
 }
+
+#[test]
+fn a_sum_of_adapters_is_judged_as_one() {
+    let base = fixture("_base/llama");
+    let sum = format!("{}@0.7+{}@-0.3", fixture("05_r1"), fixture("04_rslora_r6"));
+    let ran = lorapool(["audit", &sum, "--base", &base, "--json"]);
+    let document = ran.json();
+    assert_eq!((ran.code, &document["adapter"]), (0, &sum.as_str().into()), "{document}");
+    assert_eq!(document["notices"][0]["code"], "N_MERGED", "{document}");
+    let alone =
+        |case: &str| lorapool(["audit", &fixture(case), "--json"]).json()["tensors"]["applied"].as_u64().unwrap();
+    assert_eq!(document["tensors"]["applied"], alone("05_r1") + alone("04_rslora_r6"));
+    // Beside others, and refused by name.
+    let head = format!("{}@1+{}@1", fixture("05_r1"), fixture("15_bert_seqcls"));
+    let ran = lorapool(["audit", &fixture("05_r1"), &head, "--json"]);
+    assert_eq!((ran.code, &ran.json()[1]["code"]), (2, &"E_MERGE".into()));
+    let half = format!("{}@0.5+{}", fixture("05_r1"), fixture("04_rslora_r6"));
+    lorapool(["audit", &half, "--json"]).fails(2, "E_USAGE", &["PATH@WEIGHT", "04_rslora_r6"]);
+}

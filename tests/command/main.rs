@@ -81,7 +81,7 @@ pub fn fixture(path: &str) -> String {
     fixtures().join(path).display().to_string()
 }
 
-/// `NAME=DIR` of a fixture.
+/// `NAME=PATH` of a fixture.
 pub fn named(name: &str, path: &str) -> String {
     format!("{name}={}", fixture(path))
 }

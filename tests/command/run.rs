@@ -115,3 +115,14 @@ fn adapters_for_different_bases_are_refused_by_name() {
     let ran = lorapool(["run", "--backend", "cpu", "--adapter", &llama, "--base", &base, "--json"]);
     ran.fails(1, "E_BASE_SHAPE", &["\"llama\""]);
 }
+
+#[test]
+fn a_sum_of_adapters_runs_as_one() {
+    let sum = format!("sum={}@0.7+{}@0.3", fixture("07_rank_pattern"), fixture("02_plain_f16"));
+    let plain = named("plain", "01_plain_f32");
+    let document = passes(&["--adapter", &sum, "--adapter", &plain, "--backend", "cpu", "--dtype", "f32"]);
+    assert_eq!(document["adapters"][0]["name"], "sum");
+    let alone = passes(&["--adapter", &named("a", "07_rank_pattern"), "--backend", "cpu"]);
+    let rank = |document: &Value| document["adapters"][0]["rank_max"].as_u64().unwrap();
+    assert_eq!(rank(&document), rank(&alone) + 8);
+}

@@ -40,7 +40,7 @@ fn wrong_usage_exits_with_2_and_says_what_is_wrong() {
         (&["run", "--rows", "0"], "--rows"),
         (&["run", "--dtype", "f64"], "f64"),
         (&["run", "--mix", "none"], "none"),
-        (&["run", "--adapter", "no-equals-sign"], "NAME=DIR"),
+        (&["run", "--adapter", "no-equals-sign"], "NAME=PATH"),
         (&["run", "--adapter", &adapter, "--device", "0"], "--backend"),
         (&["run", "--adapter", &adapter, "--adapter", &adapter, "--backend", "cpu"], "\"a\""),
     ];

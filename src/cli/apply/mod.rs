@@ -17,7 +17,7 @@ use lorapool::pool::{Capacity, Plan, PoolSpec};
 use lorapool::{DType, Region};
 use serde::Serialize;
 
-use super::adapters::{self, Named, NamedDir};
+use super::adapters::{self, Named, NamedPath};
 use super::args::{DeviceArgs, dtype};
 use super::console::{Console, bold, dim, grouped, remark};
 use super::failure::{Failure, Status};
@@ -37,16 +37,17 @@ const CHUNK_ROWS: usize = 1 << 16;
 /// adapter in the order of the --adapter options, -1 for the base. Without slots every row uses the first
 /// adapter. Other tensors are passed over. The output has `SITE|y` [.., out] in f32.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  \
+#[command(after_help = format!("{}\n\nExamples:\n  \
     lorapool apply --base models/llama --adapter sql=adapters/sql --input in.safetensors --output out.safetensors\n  \
-    lorapool apply --backend cpu --adapter a=one --adapter b=two --op sgmv -i in.safetensors -o out.safetensors")]
+    lorapool apply --backend cpu --adapter a=one --adapter b=two --op sgmv -i in.safetensors -o out.safetensors\n  \
+    lorapool apply --adapter both=one@0.7+two@0.3 -i in.safetensors -o out.safetensors", adapters::PATHS))]
 pub struct Apply {
     #[command(flatten)]
     device: DeviceArgs,
 
-    /// An adapter as PEFT saved it, and its name; repeat for more
-    #[arg(long = "adapter", value_name = "NAME=DIR", required = true)]
-    adapters: Vec<NamedDir>,
+    /// An adapter as PEFT saved it, or a sum of several (see below), and its name; repeat for more
+    #[arg(long = "adapter", value_name = "NAME=PATH", required = true)]
+    adapters: Vec<NamedPath>,
 
     /// Directory with the base's config.json and/or safetensors (only headers are read). Without: the sites that
     /// the adapters cover, with the shapes that they have

@@ -17,7 +17,7 @@ use lorapool::manager::{LoraAdapterInput, LoraWeights};
 use lorapool::ops::Op;
 use lorapool::pool::Plan;
 
-use super::adapters::{self, Named, NamedDir};
+use super::adapters::{self, Named, NamedPath};
 use super::args::{DeviceArgs, dtype};
 use super::console::Console;
 use super::failure::{Failure, Status};
@@ -34,17 +34,18 @@ use step::Step;
 /// against a naive f64 computation; rows of the base must keep their bits. Then one adapter is swapped
 /// for another in its slot, the same graphs run again, and all is checked again.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  \
+#[command(after_help = format!("{}\n\nExamples:\n  \
     lorapool run                                    adapters that ship with the command, best device\n  \
     lorapool run --backend vulkan --rows 256 --mix zipf\n  \
-    lorapool run --base models/llama --adapter sql=adapters/sql --adapter chat=adapters/chat --dtype bf16 --json")]
+    lorapool run --base models/llama --adapter sql=adapters/sql --adapter chat=adapters/chat --dtype bf16 --json\n  \
+    lorapool run --adapter both=adapters/sql@0.7+adapters/chat@0.3", adapters::PATHS))]
 pub struct Run {
     #[command(flatten)]
     device: DeviceArgs,
 
-    /// An adapter as PEFT saved it, and its name; repeat for more. Without any: samples that ship with the command
-    #[arg(long = "adapter", value_name = "NAME=DIR")]
-    adapters: Vec<NamedDir>,
+    /// An adapter as PEFT saved it, or a sum of several (see below), and its name; repeat for more. Without any: samples that ship with the command
+    #[arg(long = "adapter", value_name = "NAME=PATH")]
+    adapters: Vec<NamedPath>,
 
     /// Directory with the base's config.json and/or safetensors (only headers are read). Without: the sites that
     /// the adapters cover, with the shapes that they have

@@ -1,0 +1,191 @@
+//! Several adapters made one, by PEFT's rule for `add_weighted_adapter(combination_type="cat")`: at each site the deltas
+//! `weight * scaling * B * A` add up, A's below and B's beside each other, and the rank is the sum of the ranks.
+//!
+//! PEFT sizes every module for the sum of all `r` and pads with zeros; here a site's rank is that of the adapters that
+//! cover it. PEFT multiplies weight and scaling into A in A's own type; here they are the pair's scale, and only where
+//! they differ is their ratio folded into B, in f64, rounded once to f32.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use indexmap::IndexMap;
+
+use super::base::BaseModel;
+use super::config::{PeftAdapterConfig, Targets};
+use super::load::load;
+use super::reject::{Code, Loaded, Reject};
+use super::site::SiteId;
+use super::stack::{Block, stack};
+use super::weights::{Adapter, HostPair, Notice};
+use crate::contract::MAX_RANK;
+use crate::error::{Error, Result};
+
+/// An adapter to be merged: what to call it in messages, its weights, and what its delta is multiplied by.
+struct Part<'a> {
+    name: String,
+    adapter: &'a Adapter,
+    weight: f32,
+}
+
+/// Loads the adapters at these paths, each as [`load`] does, and merges them as [`Adapter::merge`] does.
+///
+/// # Errors
+/// The loader's refusal of one of them, or the errors of [`Adapter::merge`], naming paths.
+pub fn load_merged<P: AsRef<Path>>(parts: &[(P, f32)], base: Option<&BaseModel>) -> Result<Adapter> {
+    let loaded: Vec<_> = parts.iter().map(|(path, _)| load(path, base)).collect::<Result<_>>()?;
+    let name = |path: &P| path.as_ref().display().to_string();
+    let parts = parts.iter().zip(&loaded);
+    merge(parts.map(|((path, weight), adapter)| Part { name: name(path), adapter, weight: *weight }).collect())
+}
+
+impl Adapter {
+    /// One adapter whose delta is the sum of these adapters' deltas, each times its weight: PEFT's
+    /// `add_weighted_adapter` with `combination_type="cat"`. Ranks add up, site by site.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for no adapter at all or a weight that is not finite; [`Error::Reject`] with [`Code::Merge`] for
+    /// parts that don't add up, such as a task's head, [`Code::BaseConflict`] for adapters of different bases,
+    /// [`Code::RankLimit`] for ranks that add up to more than the kernels do.
+    pub fn merge(parts: &[(&Adapter, f32)]) -> Result<Adapter> {
+        let name = |index: usize| format!("adapter {}", index + 1);
+        let parts = parts.iter().enumerate();
+        merge(parts.map(|(i, (adapter, weight))| Part { name: name(i), adapter, weight: *weight }).collect())
+    }
+}
+
+fn merge(parts: Vec<Part<'_>>) -> Result<Adapter> {
+    if parts.is_empty() {
+        return Err(Error::Input("no adapter to merge".into()));
+    }
+    for part in &parts {
+        if !part.weight.is_finite() {
+            return Err(Error::Input(format!("{}: weight {}, expected a finite number", part.name, part.weight)));
+        }
+        if let Some(tensor) = part.adapter.unapplied.first() {
+            let message = format!(
+                "{}: has {}, which the host applies whole; {} Expected lora_A and lora_B alone",
+                part.name,
+                tensor.name,
+                Code::Merge.describe()
+            );
+            return Err(Reject::new(Code::Merge, message).into());
+        }
+    }
+    let mut sites: BTreeMap<&str, Vec<(&Part<'_>, &HostPair)>> = BTreeMap::new();
+    for part in &parts {
+        for pair in &part.adapter.pairs {
+            sites.entry(&pair.site.path).or_default().push((part, pair));
+        }
+    }
+    let ids = ids(&sites);
+    let mut pairs = Vec::with_capacity(sites.len());
+    for (addends, site) in sites.values().zip(ids) {
+        pairs.push(add(site, addends)?);
+    }
+    let mut notices: Vec<Notice> = Vec::new();
+    for part in &parts {
+        notices.extend(part.adapter.notices.iter().cloned());
+    }
+    let config = config(&parts, &pairs);
+    let mut merged = Adapter::new(config, 0.0, pairs, Vec::new());
+    merged.scale = merged.config.scaling() as f32;
+    let named = |part: &Part<'_>| format!("{} times {}", part.name, part.weight);
+    let message = format!(
+        "the sum of {}; ranks add up, to {} at most",
+        parts.iter().map(named).collect::<Vec<_>>().join(", "),
+        merged.max_rank()
+    );
+    notices.push(Notice { code: "N_MERGED", message });
+    let bases: HashSet<_> = parts.iter().filter_map(|p| p.adapter.config.base_model_name_or_path.as_deref()).collect();
+    if bases.len() > 1 {
+        let mut bases: Vec<_> = bases.into_iter().collect();
+        bases.sort_unstable();
+        let message = format!("the adapters' configs name different bases: {}", bases.join(", "));
+        notices.push(Notice { code: "N_MERGED_BASES", message });
+    }
+    merged.notices = notices;
+    merged.tensors = parts.iter().flat_map(|part| part.adapter.tensors.iter().cloned()).collect();
+    Ok(merged)
+}
+
+/// The sites, named as the adapters name them where no two fall together.
+fn ids(sites: &BTreeMap<&str, Vec<(&Part<'_>, &HostPair)>>) -> Vec<SiteId> {
+    let own: Vec<SiteId> = sites.values().map(|addends| addends[0].1.site.clone()).collect();
+    let distinct: HashSet<_> = own.iter().map(|site| (site.layer, &site.module)).collect();
+    match distinct.len() == own.len() {
+        true => own,
+        false => SiteId::of_paths(sites.keys().copied()),
+    }
+}
+
+/// The sum of one site's deltas.
+fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
+    let path = &site.path;
+    let (first, pair) = addends[0];
+    let widths = |pair: &HostPair| (pair.in_features(), pair.out_features());
+    if let Some((other, odd)) = addends.iter().find(|(_, other)| widths(other) != widths(pair)) {
+        let (one, two) = (widths(pair), widths(odd));
+        let message = format!(
+            "{path}: {} has {} inputs and {} outputs, {} has {} and {}; they are for different bases",
+            first.name, one.0, one.1, other.name, two.0, two.1
+        );
+        return Err(Reject::new(Code::BaseConflict, message));
+    }
+    let rank: usize = addends.iter().map(|(_, pair)| pair.rank()).sum();
+    if rank > MAX_RANK as usize {
+        let ranks: Vec<_> = addends.iter().map(|(part, pair)| format!("{} of {}", pair.rank(), part.name)).collect();
+        let message = format!("{path}: ranks add up to {rank} ({}), expected at most {MAX_RANK}", ranks.join(", "));
+        return Err(Reject::new(Code::RankLimit, message));
+    }
+    let scale = |part: &Part<'_>, pair: &HostPair| f64::from(part.weight) * f64::from(pair.scale);
+    if let Some((part, pair)) = addends.iter().find(|(part, pair)| !(scale(part, pair) as f32).is_finite()) {
+        let message = format!(
+            "{path}: weight {:e} of {} times its scale {:e} is beyond the range of f32",
+            part.weight, part.name, pair.scale
+        );
+        return Err(Reject::new(Code::Merge, message));
+    }
+    let blocks: Vec<_> =
+        addends.iter().map(|(part, pair)| Block { pair, first_row: 0, scale: scale(part, pair) }).collect();
+    let (a, b, scale) = stack(&blocks, pair.out_features());
+    Ok(HostPair { site, a, b, scale })
+}
+
+/// What an adapter with these pairs would say of itself: one rank and one alpha, and patterns for sites that differ.
+fn config(parts: &[Part<'_>], pairs: &[HostPair]) -> PeftAdapterConfig {
+    let first = &parts[0].adapter.config;
+    let r = pairs.iter().map(HostPair::rank).max().unwrap_or(1);
+    let alpha = |pair: &HostPair, rank: usize| f64::from(pair.scale) * rank as f64;
+    let lora_alpha = pairs.first().map_or(r as f64, |pair| alpha(pair, r));
+    let mut config = PeftAdapterConfig {
+        peft_version: None,
+        r,
+        lora_alpha,
+        use_rslora: false,
+        rank_pattern: IndexMap::new(),
+        alpha_pattern: IndexMap::new(),
+        target_modules: Targets::None,
+        exclude_modules: Targets::None,
+        layers_to_transform: None,
+        layers_pattern: Vec::new(),
+        ..first.clone()
+    };
+    config.name_exceptions(pairs.iter().map(|pair| (&*pair.site.path, pair.rank(), alpha(pair, pair.rank()))));
+    config
+}
+
+impl PeftAdapterConfig {
+    /// Fills the patterns for modules whose rank or alpha is not the config's own: `(path, rank, alpha)`.
+    pub(super) fn name_exceptions<'p>(&mut self, modules: impl Iterator<Item = (&'p str, usize, f64)>) {
+        for (path, rank, alpha) in modules {
+            // A path and nothing that ends in it.
+            let pattern = || format!("^{}", fancy_regex::escape(path));
+            if rank != self.r {
+                self.rank_pattern.insert(pattern(), rank);
+            }
+            if alpha != self.lora_alpha {
+                self.alpha_pattern.insert(pattern(), alpha);
+            }
+        }
+    }
+}
