@@ -111,7 +111,7 @@ DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, 
     const u64 offset = cell - weights;
     if (offset > len || len - offset < span) return none;
     const u32 rank = tables[(u64)site.ranks + (u32)slot];
-    if (rank == 0 || rank > p.max_rank || rank > MAX_RANK) return none;
+    if (rank == 0 || rank > p.max_rank) return none;
     Pair pair = {offset, rank, __uint_as_float(tables[(u64)site.scales + (u32)slot])};
     return pair;
 }

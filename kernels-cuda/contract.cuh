@@ -13,6 +13,8 @@ constexpr unsigned int SGMV_EXPAND_OUTPUTS = 32;
 constexpr unsigned int SGMV_DEPTH = 32;
 constexpr unsigned int MAX_RANK = 512;
 constexpr unsigned int RANK_VECTORS = 65536;
+constexpr unsigned int MAX_TOKEN_ROWS = 65535;
+constexpr unsigned int OVERLAY_ROWS = 4;
 constexpr unsigned int DTYPE_F32 = 0;
 constexpr unsigned int DTYPE_F16 = 1;
 constexpr unsigned int DTYPE_BF16 = 2;
@@ -21,6 +23,9 @@ constexpr unsigned int DTYPE_BF16 = 2;
 // bgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
 // sgmv_shrink: batch, tables, weights, x, z
 // sgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+// embed_shrink: batch, tables, weights, ids, z
+// overlay_embed: batch, tables, weights, ids, y0
+// overlay_logits: batch, tables, weights, x, y0
 
 // A row of the batch: which adapter it has. `batch[row]` from word 0 on.
 struct RowRef {

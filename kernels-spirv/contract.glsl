@@ -12,6 +12,8 @@ const uint SGMV_EXPAND_OUTPUTS = 32;
 const uint SGMV_DEPTH = 32;
 const uint MAX_RANK = 512;
 const uint RANK_VECTORS = 65536;
+const uint MAX_TOKEN_ROWS = 65535;
+const uint OVERLAY_ROWS = 4;
 const uint DTYPE_F32 = 0;
 const uint DTYPE_F16 = 1;
 const uint DTYPE_BF16 = 2;
@@ -20,6 +22,9 @@ const uint DTYPE_BF16 = 2;
 // bgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
 // sgmv_shrink: batch, tables, weights, x, z
 // sgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+// embed_shrink: batch, tables, weights, ids, z
+// overlay_embed: batch, tables, weights, ids, y0
+// overlay_logits: batch, tables, weights, x, y0
 
 // A row of the batch: which adapter it has. `batch[row]` from word 0 on.
 struct RowRef {

@@ -12,6 +12,8 @@ const SGMV_EXPAND_OUTPUTS: u32 = 32u;
 const SGMV_DEPTH: u32 = 32u;
 const MAX_RANK: u32 = 512u;
 const RANK_VECTORS: u32 = 65536u;
+const MAX_TOKEN_ROWS: u32 = 65535u;
+const OVERLAY_ROWS: u32 = 4u;
 const DTYPE_F32: u32 = 0u;
 const DTYPE_F16: u32 = 1u;
 const DTYPE_BF16: u32 = 2u;
@@ -20,6 +22,9 @@ const DTYPE_BF16: u32 = 2u;
 // bgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
 // sgmv_shrink: batch, tables, weights, x, z
 // sgmv_expand: batch, tables, weights, z, y0, y1, y2, y3
+// embed_shrink: batch, tables, weights, ids, z
+// overlay_embed: batch, tables, weights, ids, y0
+// overlay_logits: batch, tables, weights, x, y0
 
 // A row of the batch: which adapter it has. `batch[row]` from word 0 on.
 struct RowRef {

@@ -19,6 +19,7 @@ pub mod oracle;
 mod pooled;
 pub mod raw;
 mod report;
+mod tokens;
 
 pub use case::{Case, Mix, Ranks, Values};
 pub use data::{Absent, Data, Dice, HostPair};
@@ -91,6 +92,7 @@ pub fn trials() -> Vec<Trial> {
         .map(Trial::of_case)
         .chain(exact::trials())
         .chain(big::trials())
+        .chain(tokens::trials())
         .chain(pooled::trials())
         .chain(fixtures::trials())
         .collect()

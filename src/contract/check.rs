@@ -1,6 +1,6 @@
 //! What must hold before a kernel may run on some memory.
 
-use super::{Access, Kernel, MAX_RANK, MAX_SITES, Params, STRIDE_ALIGN, SiteParams, Spec, outputs};
+use super::{Access, Kernel, MAX_RANK, MAX_SITES, Params, STRIDE_ALIGN, SiteParams, Spec, outputs, tokens};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -9,14 +9,16 @@ use crate::memory::Region;
 pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
     let list = kernel.operands();
     let sites = params.sites as usize;
-    if sites == 0 || sites > MAX_SITES || params.max_rank > MAX_RANK {
+    if kernel.is_tokens() {
+        tokens::check(kernel, spec, params)?;
+    } else if sites == 0 || sites > MAX_SITES || params.max_rank > MAX_RANK {
         return Err(Error::shape(
             format!("launch of {}", kernel.name()),
             format!("{sites} sites of rank up to {}", params.max_rank),
             format!("1..={MAX_SITES} sites of rank up to {MAX_RANK}"),
         ));
     }
-    for site in &params.site[..sites] {
+    for site in params.site[..sites].iter().filter(|_| !kernel.is_tokens()) {
         check_site(kernel, spec, site, params)?;
     }
     let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
@@ -30,7 +32,7 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
             format!("within {} slots", params.slots),
         ));
     }
-    for site in &params.site[..sites] {
+    for site in params.site[..sites].iter().filter(|_| !kernel.is_tokens()) {
         let (what, stride, row) = if kernel.is_expand() {
             ("y", site.y_stride, site.out_features)
         } else {
@@ -45,9 +47,9 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
         }
     }
     let extents = kernel.extents(spec, params);
-    for (i, ((operand, region), extent)) in list.iter().zip(operands).zip(&extents).enumerate() {
-        let align = match (i, kernel.is_expand()) {
-            (3, false) | (4.., true) => spec.act.size(),
+    for ((operand, region), extent) in list.iter().zip(operands).zip(&extents) {
+        let align = match operand.name {
+            "x" | "y0" | "y1" | "y2" | "y3" => spec.act.size(),
             _ => 4,
         };
         if !region.ptr().0.is_multiple_of(align) {

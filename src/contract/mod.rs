@@ -23,9 +23,11 @@
 mod block;
 mod check;
 pub mod render;
+mod tokens;
 
 pub use block::{Pack, Params, RowRef, SiteParams, Tile};
 pub(crate) use check::check;
+pub use tokens::overlay_ids_bytes;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -55,6 +57,10 @@ pub const MAX_RANK: u32 = 512;
 /// Set in a slot's rank word at a site, above the rank: f32 `gain[out_features]` and then f32
 /// `offset[out_features]` lie behind B's last row.
 pub const RANK_VECTORS: u32 = 1 << 16;
+/// Largest number of token rows that an overlay may be set up for: what a rank word holds below [`RANK_VECTORS`].
+pub const MAX_TOKEN_ROWS: u32 = 65_535;
+/// overlay_logits: token rows of a slot that a workgroup takes for its row, `THREADS / OVERLAY_ROWS` lanes each.
+pub const OVERLAY_ROWS: u32 = 4;
 /// A's and B's row strides are multiples of this many elements: 16 bytes in the 2-byte types.
 pub const STRIDE_ALIGN: u32 = 8;
 
@@ -95,11 +101,25 @@ pub enum Kernel {
     SgmvShrink,
     /// y from z and B, a workgroup for a tile and [`SGMV_EXPAND_OUTPUTS`] outputs.
     SgmvExpand,
+    /// z of tokens from an embedding's transposed A, a workgroup for a row; an expand adds its product with B.
+    EmbedShrink,
+    /// Rows of an embedding replaced in what was gathered from it, a workgroup for a row.
+    OverlayEmbed,
+    /// Logits of replaced rows of a head, a workgroup for a row and [`OVERLAY_ROWS`] of its slot's token rows.
+    OverlayLogits,
 }
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 4] = [Kernel::BgmvShrink, Kernel::BgmvExpand, Kernel::SgmvShrink, Kernel::SgmvExpand];
+    pub const ALL: [Kernel; 7] = [
+        Kernel::BgmvShrink,
+        Kernel::BgmvExpand,
+        Kernel::SgmvShrink,
+        Kernel::SgmvExpand,
+        Kernel::EmbedShrink,
+        Kernel::OverlayEmbed,
+        Kernel::OverlayLogits,
+    ];
 
     /// File stem and entry point: `bgmv_shrink`, ...
     pub const fn name(self) -> &'static str {
@@ -108,6 +128,9 @@ impl Kernel {
             Kernel::BgmvExpand => "bgmv_expand",
             Kernel::SgmvShrink => "sgmv_shrink",
             Kernel::SgmvExpand => "sgmv_expand",
+            Kernel::EmbedShrink => "embed_shrink",
+            Kernel::OverlayEmbed => "overlay_embed",
+            Kernel::OverlayLogits => "overlay_logits",
         }
     }
 
@@ -124,10 +147,21 @@ impl Kernel {
             write("y2"),
             write("y3"),
         ];
+        const EMBED: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("ids"), write("z")];
+        const OVERLAY: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("ids"), write("y0")];
+        const LOGITS: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("x"), write("y0")];
         match self {
             Kernel::BgmvShrink | Kernel::SgmvShrink => SHRINK,
             Kernel::BgmvExpand | Kernel::SgmvExpand => EXPAND,
+            Kernel::EmbedShrink => EMBED,
+            Kernel::OverlayEmbed => OVERLAY,
+            Kernel::OverlayLogits => LOGITS,
         }
+    }
+
+    /// Whether this is one of those that work on token ids and replaced rows.
+    pub const fn is_tokens(self) -> bool {
+        matches!(self, Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits)
     }
 
     /// Whether this is the second half of an op, which writes y.
@@ -142,6 +176,7 @@ impl Kernel {
     /// `i` is past the end.
     pub fn groups(self, params: &Params) -> (u64, u32) {
         let (units, parts) = match self {
+            Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => return tokens::groups(self, params),
             Kernel::BgmvShrink => (params.rows, params.max_rank.div_ceil(BGMV_SHRINK_RANKS)),
             Kernel::BgmvExpand => (params.rows, params.max_out.div_ceil(BGMV_EXPAND_OUTPUTS)),
             Kernel::SgmvShrink => (params.tiles, params.max_rank.div_ceil(SGMV_SHRINK_RANKS)),
@@ -153,6 +188,9 @@ impl Kernel {
     /// Bytes that each operand must hold for `params`, in the order of [`Kernel::operands`].
     /// The weights operand may have any length: cells are checked against it in the kernel.
     pub fn extents(self, spec: Spec, params: &Params) -> Vec<u64> {
+        if self.is_tokens() {
+            return tokens::extents(self, spec, params);
+        }
         let sites = &params.site[..(params.sites as usize).min(MAX_SITES)];
         let rows = u64::from(params.rows);
         let strided = |stride: u32, offset: u64, width: u32, size: u64| {

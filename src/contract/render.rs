@@ -79,7 +79,7 @@ impl Language {
 
 const BLOCKS: [Block; 5] = [RowRef::BLOCK, Tile::BLOCK, Pack::BLOCK, SiteParams::BLOCK, Params::BLOCK];
 
-const CONSTANTS: [(&str, u32); 12] = [
+const CONSTANTS: [(&str, u32); 14] = [
     ("MAX_SITES", MAX_SITES as u32),
     ("MAX_OPERANDS", MAX_OPERANDS as u32),
     ("THREADS", THREADS),
@@ -92,6 +92,8 @@ const CONSTANTS: [(&str, u32); 12] = [
     ("SGMV_DEPTH", SGMV_DEPTH),
     ("MAX_RANK", MAX_RANK),
     ("RANK_VECTORS", RANK_VECTORS),
+    ("MAX_TOKEN_ROWS", MAX_TOKEN_ROWS),
+    ("OVERLAY_ROWS", OVERLAY_ROWS),
 ];
 
 /// The prelude in `language`: constants, dtype codes, kernel operand lists (as comments) and blocks.

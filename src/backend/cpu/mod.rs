@@ -16,6 +16,7 @@ mod module;
 mod sgmv;
 mod shrink;
 mod simd;
+mod tokens;
 
 use std::fmt::{self, Debug};
 use std::num::NonZeroUsize;

@@ -1,4 +1,4 @@
-//! The four kernels: what a launch says, resolved, and handed to the loops.
+//! The kernels: what a launch says, resolved, and handed to the loops.
 
 use fearless_simd::Level;
 
@@ -6,7 +6,7 @@ use super::expand::Expand;
 use super::job::{self, Job, Rows};
 use super::memory::Bytes;
 use super::shrink::Shrink;
-use super::{bgmv, sgmv, simd};
+use super::{bgmv, sgmv, simd, tokens};
 use crate::contract::{Kernel, Params, RowRef, SGMV_TILE_ROWS, Spec, Tile};
 
 /// A kernel with its element types: all that there is to compile.
@@ -53,7 +53,8 @@ impl CpuKernel {
     /// Multiply-adds that a launch takes at most.
     pub(super) fn work(self, params: &Params) -> u64 {
         let rows = match self.kernel {
-            Kernel::BgmvShrink | Kernel::BgmvExpand => params.rows,
+            Kernel::EmbedShrink | Kernel::OverlayEmbed => return params.rows.into(),
+            Kernel::BgmvShrink | Kernel::BgmvExpand | Kernel::OverlayLogits => params.rows,
             Kernel::SgmvShrink | Kernel::SgmvExpand => params.rows.min(params.tiles.saturating_mul(SGMV_TILE_ROWS)),
         };
         let sites = &params.site[..params.sites as usize];
@@ -80,6 +81,9 @@ impl CpuKernel {
         let runs = match self.kernel {
             Kernel::BgmvShrink | Kernel::BgmvExpand => bgmv::runs(&launched),
             Kernel::SgmvShrink | Kernel::SgmvExpand => sgmv::runs(&launched),
+            Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => {
+                return tokens::run(&launched, input(3), &mut outputs[0], extents[4] as usize);
+            }
         };
         for site in &params.site[..params.sites as usize] {
             let jobs: Vec<Job<'_>> = runs.iter().filter_map(|run| Job::resolve(&launched, site, *run)).collect();

@@ -30,6 +30,9 @@ fn spirv(kernel: Kernel) -> &'static [u8] {
         Kernel::BgmvExpand => spirv!("bgmv_expand"),
         Kernel::SgmvShrink => spirv!("sgmv_shrink"),
         Kernel::SgmvExpand => spirv!("sgmv_expand"),
+        Kernel::EmbedShrink => spirv!("embed_shrink"),
+        Kernel::OverlayEmbed => spirv!("overlay_embed"),
+        Kernel::OverlayLogits => spirv!("overlay_logits"),
     }
 }
 

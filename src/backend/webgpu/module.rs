@@ -24,12 +24,19 @@ pub fn source(kernel: Kernel) -> String {
         };
     }
     debug_assert_eq!(Language::Wgsl.path(), "kernels-wgsl/contract.wgsl");
-    let half = if kernel.is_expand() { text!("expand") } else { text!("shrink") };
+    let half = match kernel {
+        Kernel::OverlayEmbed | Kernel::OverlayLogits => text!("overlay"),
+        _ if kernel.is_expand() => text!("expand"),
+        _ => text!("shrink"),
+    };
     let own = match kernel {
         Kernel::BgmvShrink => text!("bgmv_shrink"),
         Kernel::BgmvExpand => text!("bgmv_expand"),
         Kernel::SgmvShrink => text!("sgmv_shrink"),
         Kernel::SgmvExpand => text!("sgmv_expand"),
+        Kernel::EmbedShrink => text!("embed_shrink"),
+        Kernel::OverlayEmbed => text!("overlay_embed"),
+        Kernel::OverlayLogits => text!("overlay_logits"),
     };
     [text!("contract"), text!("common"), half, own].join("\n")
 }
@@ -37,11 +44,11 @@ pub fn source(kernel: Kernel) -> String {
 /// Bind group layouts and what has been compiled.
 #[derive(Debug)]
 pub(super) struct Modules {
-    /// Group 0 of the shrink kernels, and of the expand kernels.
+    /// Group 0 of the kernels that read four operands and write one, and of the expand kernels.
     operands: [wgpu::BindGroupLayout; 2],
     /// Group 1: the envelope.
     pub(super) envelope: wgpu::BindGroupLayout,
-    /// Pipeline layouts of the shrink and the expand kernels.
+    /// Pipeline layouts of the same two.
     layouts: [wgpu::PipelineLayout; 2],
     shaders: Mutex<HashMap<Kernel, wgpu::ShaderModule>>,
     pipelines: Mutex<HashMap<(Kernel, Spec), Pipeline>>,
