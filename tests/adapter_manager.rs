@@ -375,3 +375,64 @@ fn sixteen_uses_of_one_adapter_end_in_any_order_and_an_unload_then_returns_at_on
     assert!(started.elapsed() < Duration::from_secs(1));
     assert!(rig.manager.weights().ref_counts.iter().all(|count| count.load(Ordering::SeqCst) == 0));
 }
+
+/// A copy of a fixture in a directory of its own, with a manager of one slot for it.
+fn from_disk(host_cache: u64) -> (tempfile::TempDir, Arc<lorapool::manager::AdapterManager>) {
+    let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/05_r1");
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        std::fs::copy(fixture.join(file), dir.path().join(file)).unwrap();
+    }
+    let adapter = lorapool::adapter::load(&fixture, None).unwrap();
+    let spec = lorapool::pool::PoolSpec::for_adapters([&adapter], 1, lorapool::DType::F32).unwrap();
+    let gpu = lorapool::backend::open("cpu", 0).unwrap();
+    let weights = lorapool::manager::LoraWeights::load(&gpu, spec, &[]).unwrap();
+    let options = Options { host_cache, ..Options::default() };
+    let manager = lorapool::manager::AdapterManager::new(weights, options).unwrap();
+    manager.register("disk", Source::Dir(dir.path().to_owned()));
+    manager.register("other", Source::Memory(Arc::new(adapter)));
+    (dir, manager)
+}
+
+/// Changes one weight on disk; the file keeps its length and, if asked, its time.
+fn change(dir: &std::path::Path, keep_time: bool) {
+    let path = dir.join("adapter_model.safetensors");
+    let time = std::fs::metadata(&path).unwrap().modified().unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    let last = bytes.len() - 3;
+    bytes[last] = bytes[last].wrapping_add(1);
+    std::fs::write(&path, bytes).unwrap();
+    let time = if keep_time { time } else { time + Duration::from_secs(2) };
+    std::fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+}
+
+#[test]
+fn an_evicted_adapter_comes_back_from_host_memory_until_its_files_change() {
+    let (dir, manager) = from_disk(1 << 20);
+    let visit = |name: &str| {
+        let lease = manager.acquire(name).unwrap();
+        let block = manager.gpu().read(&manager.pool().blocks()[0]).unwrap();
+        (lease.id(), block)
+    };
+    let first = visit("disk");
+    visit("other");
+    // A change that the files' lengths and times hide shows that no file is read.
+    change(dir.path(), true);
+    assert_eq!(visit("disk"), first, "the same bytes, bit for bit");
+    visit("other");
+    change(dir.path(), false);
+    let changed = visit("disk");
+    assert_ne!(changed.0, first.0);
+    change(dir.path(), true);
+    assert_ne!(manager.load("disk", Source::Dir(dir.path().to_owned())).unwrap(), changed.0, "a load reads anew");
+}
+
+#[test]
+fn without_a_host_cache_files_are_read_on_every_load() {
+    let (dir, manager) = from_disk(0);
+    let id = |name: &str| manager.acquire(name).unwrap().id();
+    let first = id("disk");
+    id("other");
+    change(dir.path(), true);
+    assert_ne!(id("disk"), first);
+}

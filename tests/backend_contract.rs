@@ -31,6 +31,8 @@ const PROMISES: &[Promise] = &[
     ("tickets_increase_and_can_be_waited_for", tickets_increase),
     ("threads_may_submit_at_once", threads_may_submit),
     ("nothing_is_work_too", nothing_is_work_too),
+    ("transfers_bring_every_byte_while_the_queue_works_on", transfers_beside_the_queue),
+    ("overlong_and_foreign_transfers_are_refused", bad_transfers_are_refused),
     ("every_kernel_loads_for_every_type", every_kernel_loads),
     ("memory_and_graphs_may_outlive_the_backend", things_outlive_the_backend),
 ];
@@ -479,6 +481,57 @@ fn nothing_is_work_too(bench: &Bench) -> Result<()> {
         idle.add(encoder)
     })?;
     assert_eq!(bench.floats(&idle.y)?, [0.0; WIDTH as usize]);
+    Ok(())
+}
+
+fn transfers_beside_the_queue(bench: &Bench) -> Result<()> {
+    // More than one piece, and no multiple of it.
+    const LEN: usize = (9 << 20) + 20;
+    let rig = Rig::new(bench)?;
+    bench.backend.submit(&mut |encoder| encoder.write(&rig.x, &row(1.0)))?;
+    let target = bench.backend.alloc(LEN as u64 + 32, "transfers")?;
+    bench.backend.wait(bench.backend.submit(&mut |_| Ok(()))?)?;
+    let mut sent = bench.backend.alloc_host(LEN)?;
+    assert!(sent.iter().all(|b| *b == 0) && sent.len() == LEN);
+    sent.iter_mut().enumerate().for_each(|(i, b)| *b = (i * 7 + i / 251) as u8);
+    let mut back = bench.backend.alloc_host(LEN)?;
+    let graph = bench.backend.capture(&mut |encoder| rig.add(encoder))?;
+    let replays = std::thread::scope(|scope| -> Result<u32> {
+        let transfers = scope.spawn(|| -> Result<()> {
+            for _ in 0..3 {
+                bench.backend.upload(&target.slice(16, LEN as u64)?, &sent)?;
+                back.fill(0);
+                bench.backend.download(&target.slice(16, LEN as u64)?, &mut back)?;
+                assert!(*back == *sent);
+            }
+            Ok(())
+        });
+        let mut replays = 0;
+        while replays < 3 || !transfers.is_finished() {
+            bench.backend.wait(graph.replay()?)?;
+            replays += 1;
+        }
+        transfers.join().unwrap()?;
+        Ok(replays)
+    })?;
+    let all = bench.backend.read(&target)?;
+    assert!(all[..16].iter().chain(&all[16 + LEN..]).all(|b| *b == 0), "the neighbours keep their bits");
+    assert!(all[16..16 + LEN] == *sent);
+    assert_eq!(bench.floats(&rig.y)?, sum(replays as f32, replays));
+    Ok(())
+}
+
+fn bad_transfers_are_refused(bench: &Bench) -> Result<()> {
+    let region = bench.backend.alloc(16, "test")?;
+    assert_eq!(bench.backend.upload(&region, &[1; 20]).unwrap_err().code(), "E_OUT_OF_BOUNDS");
+    assert_eq!(bench.backend.upload(&region, &[1; 6]).unwrap_err().code(), "E_SHAPE");
+    assert_eq!(bench.backend.download(&region, &mut [0; 17]).unwrap_err().code(), "E_OUT_OF_BOUNDS");
+    let foreign = Region::new(DevicePtr(1 << 32), 16, Arc::new(Foreign));
+    assert!(bench.backend.upload(&foreign, &[1; 4]).is_err());
+    assert!(bench.backend.download(&foreign, &mut [1; 4]).is_err());
+    assert_eq!(bench.backend.read(&region)?, [0; 16]);
+    bench.backend.upload(&region, &[])?;
+    bench.backend.download(&region, &mut [])?;
     Ok(())
 }
 

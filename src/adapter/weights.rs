@@ -207,6 +207,13 @@ impl Adapter {
         self.tensors.iter().filter(|t| t.fate == Fate::Applied).count()
     }
 
+    /// Drops the elements of its matrices and keeps all that describes them.
+    pub(crate) fn forget_elements(&mut self) {
+        for pair in &mut self.pairs {
+            (pair.a.bytes, pair.b.bytes) = (Vec::new(), Vec::new());
+        }
+    }
+
     /// Largest rank of its pairs; 0 without any.
     pub fn max_rank(&self) -> usize {
         self.pairs.iter().map(HostPair::rank).max().unwrap_or(0)

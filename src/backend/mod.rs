@@ -11,6 +11,7 @@ pub mod cpu;
 pub mod cuda;
 mod launch;
 mod registry;
+mod transfer;
 #[cfg(feature = "vulkan")]
 pub mod vulkan;
 #[cfg(feature = "webgpu")]
@@ -21,6 +22,7 @@ use std::fmt::Debug;
 pub use caps::{Caps, DeviceClass, WeightLayout};
 pub use launch::{Launch, Pipeline};
 pub use registry::{Listing, best, list, names, open};
+pub use transfer::{HostBuffer, HostBytes, check_download};
 
 use crate::contract::{Kernel, Spec};
 use crate::error::{Error, Result};
@@ -63,6 +65,34 @@ pub trait GpuBackend: Debug + Send + Sync {
 
     /// The bytes of `src` after all work submitted so far. Any offset and length.
     fn read(&self, src: &Region) -> Result<Vec<u8>>;
+
+    /// `len` zero bytes of host memory: [`GpuBackend::upload`] from there and [`GpuBackend::download`] to there
+    /// go at the full speed of the device's link.
+    ///
+    /// # Errors
+    /// The driver's, when the host has no room.
+    fn alloc_host(&self, len: usize) -> Result<HostBuffer> {
+        Ok(HostBuffer::plain(len))
+    }
+
+    /// Copies `bytes` to the start of `dst` and blocks until they are there, beside the queue: neither waits for
+    /// the other where the device can copy while it computes; elsewhere the queue is shared in small pieces.
+    /// No unfinished work may touch `dst`: [wait](GpuBackend::wait) for it first.
+    ///
+    /// # Errors
+    /// As [`Encoder::write`].
+    fn upload(&self, dst: &Region, bytes: &[u8]) -> Result<()> {
+        transfer::upload_in_pieces(self, dst, bytes)
+    }
+
+    /// Copies the start of `src` to `to`, as [`GpuBackend::upload`] does the other way. No unfinished work may
+    /// write `src`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] when `to` is longer than `src`.
+    fn download(&self, src: &Region, to: &mut [u8]) -> Result<()> {
+        transfer::download_in_pieces(self, src, to)
+    }
 }
 
 /// Records launches and copies. Each call sees the effects of the calls before it.

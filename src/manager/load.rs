@@ -135,7 +135,8 @@ impl LoraWeights {
     fn write(&self, slot: u32, image: &SlotImage) -> Result<()> {
         let pool = &self.storage;
         let cells = image.cells(pool, slot)?;
-        pool.publish(&*self.gpu, slot, &cells, image.scale(), &mut |encoder| image.write(pool, slot, encoder))
+        pool.publish(&*self.gpu, slot, &cells, image.scale(), &mut |encoder| image.write(pool, slot, encoder))?;
+        Ok(())
     }
 
     fn check_idle(&self, slot: usize) -> Result<()> {

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::cache::{HostCache, Ready, Stamp};
 use super::lane::Lane;
 use super::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, read, wait, wait_until, write};
 use super::{AdapterSlot, Lease, LoraWeights, Step};
@@ -26,9 +27,10 @@ use crate::pool::{Claim, Pool, SlotImage, Slots, Staging};
 /// Where an adapter's bytes come from when it is needed.
 #[derive(Clone, Debug)]
 pub enum Source {
-    /// A PEFT directory, read anew on each load.
+    /// A PEFT directory, read anew on each load but where [`Options::host_cache`] has what its files, by length
+    /// and time of change, still hold.
     Dir(PathBuf),
-    /// PEFT directories, read anew on each load, and weights: the sum of their deltas, as
+    /// PEFT directories, read as one is, and weights: the sum of their deltas, as
     /// [`adapter::load_merged`] makes it.
     Merged(Vec<(PathBuf, f32)>),
     /// Host memory.
@@ -42,6 +44,9 @@ pub struct Options {
     pub wait: Duration,
     /// Whether staged bytes are read back and compared before they are published.
     pub verify: bool,
+    /// Bytes of page-locked host memory for adapters that were resident: they come back to a slot at the speed of
+    /// the device's link. 0: none are kept.
+    pub host_cache: u64,
     /// The base model that adapters from disk are checked against.
     pub base: Option<Arc<BaseModel>>,
     /// A folder of adapters: a name that is not registered is looked for there, and nowhere else.
@@ -50,7 +55,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: Duration::from_secs(30), verify: true, base: None, root: None }
+        Self { wait: Duration::from_secs(30), verify: true, host_cache: 0, base: None, root: None }
     }
 }
 
@@ -93,6 +98,7 @@ pub struct AdapterManager {
     pool: Arc<Pool>,
     gpu: Arc<dyn GpuBackend>,
     staging: Staging,
+    cache: HostCache,
     lane: Lane,
     state: Mutex<State>,
     changed: Condvar,
@@ -131,6 +137,7 @@ impl AdapterManager {
             pool,
             gpu,
             staging,
+            cache: HostCache::new(options.host_cache),
             lane: Lane::default(),
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -224,6 +231,7 @@ impl AdapterManager {
         }
         let registered = state.sources.remove(name).is_some();
         state.pinned.retain(|pinned| **pinned != *name);
+        self.cache.remove(name);
         let Some(slot) = state.slots.unload(name) else {
             drop(state);
             return if registered { Ok(()) } else { Err(read(&self.weights).unknown(name)) };
@@ -336,7 +344,7 @@ impl AdapterManager {
                     let from = from.map_or_else(|| self.look_up(name), Ok)?;
                     let id = self.take_off(&mut state, name, leases);
                     drop(state);
-                    match self.fly(name, &from, deadline) {
+                    match self.fly(name, &from, source.is_some(), deadline) {
                         Ok(_) if source.is_some() => drop(lock(&self.state).sources.insert(name.into(), from)),
                         Ok(_) => {}
                         Err(error) => self.crash(name, error),
@@ -414,12 +422,12 @@ impl AdapterManager {
         self.changed.notify_all();
     }
 
-    /// All stages of one load.
-    fn fly(&self, name: &str, source: &Source, deadline: Instant) -> Result<u32> {
+    /// All stages of one load. `anew`: whatever the host cache has.
+    fn fly(&self, name: &str, source: &Source, anew: bool, deadline: Instant) -> Result<u32> {
         let span = tracing::info_span!("load", adapter = name);
         let _entered = span.enter();
         let started = Instant::now();
-        let result = self.stages(name, source, deadline);
+        let result = self.stages(name, source, anew, deadline);
         metrics::histogram!("lorapool_load_seconds").record(started.elapsed());
         match &result {
             Ok(slot) => {
@@ -434,30 +442,51 @@ impl AdapterManager {
         result
     }
 
-    fn stages(&self, name: &str, source: &Source, deadline: Instant) -> Result<u32> {
-        let adapter = match source {
-            Source::Memory(adapter) => adapter.clone(),
-            Source::Dir(dir) => Arc::new(adapter::load(dir, self.options.base.as_deref())?),
-            Source::Merged(parts) => Arc::new(adapter::load_merged(parts, self.options.base.as_deref())?),
-        };
-        let image = SlotImage::new(&self.pool, &adapter)?;
+    fn stages(&self, name: &str, source: &Source, anew: bool, deadline: Instant) -> Result<u32> {
+        let ready = self.prepare(name, source, anew)?;
         let Some(_inside) = self.lane.enter(deadline) else {
             return Err(self.timed_out("its turn to load", &lock(&self.state)));
         };
-        if let Some(slot) = self.same_bytes(name, &adapter) {
+        if let Some(slot) = self.same_bytes(name, &ready.adapter) {
             return Ok(slot);
         }
-        self.staging.fill(&*self.gpu, &image)?;
+        self.staging.fill(&*self.gpu, &ready.image)?;
         if self.options.verify {
-            self.staging.verify(&*self.gpu, &image)?;
+            self.staging.verify(&*self.gpu, &ready.image)?;
         }
         let slot = self.claim(name, deadline)?;
-        let published = self.publish(slot, name, &adapter, &image, deadline);
+        let published = self.publish(slot, name, &ready, deadline);
         if published.is_err() {
             lock(&self.state).slots.abandon(slot);
             self.changed.notify_all();
         }
         published.map(|()| slot)
+    }
+
+    /// The slot image of an adapter whose elements are of no use beside it.
+    fn pack(&self, mut adapter: Adapter) -> Result<(Arc<Adapter>, SlotImage)> {
+        let image = self.cache.pack(&*self.gpu, &self.pool, &adapter)?;
+        adapter.forget_elements();
+        Ok((Arc::new(adapter), image))
+    }
+
+    /// The slot image of `name`: from the host cache, or read, checked and packed.
+    fn prepare(&self, name: &str, source: &Source, anew: bool) -> Result<Arc<Ready>> {
+        // Before the bytes are read: a change while they are must not look like what was read.
+        let stamp = Stamp::of(source);
+        if !anew && let Some(ready) = self.cache.get(name, &stamp) {
+            metrics::counter!("lorapool_host_cache_hits_total").increment(1);
+            return Ok(ready);
+        }
+        let (adapter, image) = match source {
+            Source::Memory(adapter) => (adapter.clone(), self.cache.pack(&*self.gpu, &self.pool, adapter)?),
+            Source::Dir(dir) => self.pack(adapter::load(dir, self.options.base.as_deref())?)?,
+            Source::Merged(parts) => self.pack(adapter::load_merged(parts, self.options.base.as_deref())?)?,
+        };
+        let ready = Arc::new(Ready { adapter, image });
+        self.cache.put(name, stamp, &ready);
+        metrics::gauge!("lorapool_host_cache_bytes").set(self.cache.bytes() as f64);
+        Ok(ready)
     }
 
     /// The slot that serves these very bytes under this name already; takes the waiting leases on it.
@@ -505,12 +534,14 @@ impl AdapterManager {
     }
 
     /// Copies the staged bytes into a claimed slot and publishes its tables, between two steps.
-    fn publish(&self, slot: u32, name: &str, adapter: &Adapter, image: &SlotImage, deadline: Instant) -> Result<()> {
+    fn publish(&self, slot: u32, name: &str, ready: &Ready, deadline: Instant) -> Result<()> {
+        let Ready { adapter, image } = ready;
         let cells = image.cells(&self.pool, slot)?;
         let layers = super::layers::layers_of(&self.pool, slot, adapter)?;
         self.begin_change(deadline)?;
         let mut stage = |encoder: &mut dyn crate::backend::Encoder| self.staging.copy_to(&self.pool, slot, encoder);
         let sent = self.pool.publish(&*self.gpu, slot, &cells, image.scale(), &mut stage);
+        let sent = sent.map(|ticket| self.staging.busy_until(ticket));
         let mut state = lock(&self.state);
         if sent.is_ok() {
             let mut weights = write(&self.weights);
@@ -586,7 +617,7 @@ impl AdapterManager {
         };
         let cells = vec![crate::pool::Cell::EMPTY; self.pool.sites().len()];
         let sent = match still {
-            true => self.pool.publish(&*self.gpu, slot, &cells, 0.0, &mut |_| Ok(())),
+            true => self.pool.publish(&*self.gpu, slot, &cells, 0.0, &mut |_| Ok(())).map(|_| ()),
             false => Ok(()),
         };
         self.end_change(lock(&self.state));

@@ -3,6 +3,7 @@
 //! [`LoraWeights`] is the loaded set itself: the pool, its tables, what each slot holds.
 //! [`AdapterManager`] is what a server holds: it loads by name, hands out leases, and swaps between steps.
 
+mod cache;
 mod lane;
 mod layers;
 mod lease;

@@ -164,7 +164,8 @@ impl LoraWeights {
     ) -> Result<()> {
         self.storage.check_slot(slot as i64)?;
         let cells = cells_of(&self.storage, layers);
-        self.storage.publish(gpu, slot as u32, &cells, scale, &mut |_| Ok(()))
+        self.storage.publish(gpu, slot as u32, &cells, scale, &mut |_| Ok(()))?;
+        Ok(())
     }
 
     /// Copies the active slot's name and config to the fields that mirror them.

@@ -19,7 +19,7 @@ pub use staging::Staging;
 pub use tables::{Cell, SiteTables, Tables};
 
 use crate::adapter::{HostPair, LoraModule};
-use crate::backend::{GpuBackend, Record};
+use crate::backend::{GpuBackend, Record, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -117,7 +117,7 @@ impl Pool {
         cells: &[Cell],
         scale: f32,
         before: Record<'_>,
-    ) -> Result<()> {
+    ) -> Result<Ticket> {
         self.check_slot(slot.into())?;
         let old: Vec<Cell> = (0..cells.len()).map(|site| self.tables.get(slot, site)).collect();
         let old_scale = self.tables.slot_scale(slot);
@@ -129,7 +129,7 @@ impl Pool {
         if sent.is_err() {
             self.tables.set(slot, &old, old_scale);
         }
-        sent.map(|_| ())
+        sent
     }
 
     /// Where the parts of a [`SlotImage`] go in `slot`, neighbours joined: one span where a slot is contiguous.

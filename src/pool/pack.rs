@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Cell, Part, Pool};
 use crate::adapter::{Adapter, HostPair};
-use crate::backend::Encoder;
+use crate::backend::{Encoder, HostBuffer};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -14,7 +14,7 @@ use crate::memory::Region;
 #[derive(Debug)]
 pub struct SlotImage {
     /// Site after site, A before B: a slot as a slot-major pool has it.
-    bytes: Vec<u8>,
+    bytes: HostBuffer,
     /// Rank and scale of each site that the adapter covers.
     pairs: Vec<Option<(u32, f32)>>,
     scale: f32,
@@ -32,8 +32,20 @@ impl SlotImage {
     /// shape, [`Error::Limit`] for a rank above the pool's, [`Error::Overflow`]
     /// for a value that the pool's type can't hold.
     pub fn new(pool: &Pool, adapter: &Adapter) -> Result<Self> {
-        let mut image = Self::empty(pool);
-        image.scale = adapter.scale;
+        Self::new_in(pool, adapter, HostBuffer::plain(Self::len_in(pool)))
+    }
+
+    /// The same in memory of the caller's, [`SlotImage::len_in`] bytes of it.
+    ///
+    /// # Errors
+    /// As [`SlotImage::new`]; [`Error::Shape`] for memory of another length.
+    pub fn new_in(pool: &Pool, adapter: &Adapter, mut bytes: HostBuffer) -> Result<Self> {
+        let len = Self::len_in(pool);
+        if bytes.len() != len {
+            return Err(Error::shape("memory of a slot image", bytes.len(), len));
+        }
+        bytes.fill(0);
+        let mut image = Self { bytes, pairs: vec![None; pool.sites().len()], scale: adapter.scale };
         let mut covered: Vec<Option<&HostPair>> = vec![None; pool.sites().len()];
         for pair in &adapter.pairs {
             covered[pool.fit(pair)?] = Some(pair);
@@ -68,10 +80,20 @@ impl SlotImage {
 
     /// An image with nothing in it.
     pub fn empty(pool: &Pool) -> Self {
+        let bytes = HostBuffer::plain(Self::len_in(pool));
+        Self { bytes, pairs: vec![None; pool.sites().len()], scale: 0.0 }
+    }
+
+    /// Bytes of an image for a slot of `pool`.
+    pub fn len_in(pool: &Pool) -> usize {
         let layout = pool.layout();
         let sites = 0..pool.sites().len();
-        let bytes = sites.map(|site| layout.part_bytes(site, Part::A) + layout.part_bytes(site, Part::B)).sum::<u64>();
-        Self { bytes: vec![0; bytes as usize], pairs: vec![None; pool.sites().len()], scale: 0.0 }
+        sites.map(|site| layout.part_bytes(site, Part::A) + layout.part_bytes(site, Part::B)).sum::<u64>() as usize
+    }
+
+    /// The memory, for another image.
+    pub fn into_memory(self) -> HostBuffer {
+        self.bytes
     }
 
     /// The slot's bytes: site after site, A before B.

@@ -74,23 +74,25 @@ impl Memory {
         Region::new(DevicePtr(address), len, Arc::new(memory))
     }
 
-    /// The bytes of `src` after all work submitted so far.
+    /// The bytes of `src` after all work submitted so far. Work may be submitted while they travel.
     pub(super) fn read(shared: &Shared, src: &Region) -> Result<Vec<u8>> {
         Self::check(src, shared)?;
         let len = src.len() as usize;
         let mut bytes: Vec<u8> = Vec::with_capacity(len);
-        shared.with_stream(|stream| {
-            if len > 0 {
-                // SAFETY: `src` is `len` bytes of live memory, `bytes` has room for them.
-                check("cuMemcpyDtoHAsync", unsafe {
-                    sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), src.ptr().0, len, stream)
-                })?;
-            }
-            // SAFETY: the stream outlives `shared`.
-            check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
-        })?;
-        // SAFETY: all `len` bytes were written by the copy, which has finished without an error.
-        unsafe { bytes.set_len(len) };
+        let chunk = shared.chunk(len.min(READBACK))?;
+        while bytes.len() < len {
+            let piece = (len - bytes.len()).min(READBACK);
+            let (to, from) = (chunk.start.0.cast(), src.ptr().0 + bytes.len() as u64);
+            // Where one of these fails the copy may still run: the chunk is then never used again.
+            let ticket = shared.send(&mut Vec::new(), |stream| {
+                // SAFETY: `src` is live memory of `len` bytes, of which `piece` are left from `from` on; the chunk
+                // has room for them and is this function's alone.
+                check("cuMemcpyDtoHAsync", unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, piece, stream) })
+            })?;
+            shared.wait(ticket)?;
+            bytes.extend_from_slice(&chunk.bytes()[..piece]);
+        }
+        shared.put_back(chunk);
         Ok(bytes)
     }
 
@@ -111,6 +113,8 @@ impl Drop for Memory {
     }
 }
 
+/// Bytes that one read brings back at a time.
+const READBACK: usize = 16 << 20;
 /// Smallest piece of staging memory.
 const CHUNK: usize = 1 << 20;
 /// Bytes of staging memory that are kept while no work uses them.
@@ -131,7 +135,22 @@ impl Chunk {
         let mut start = ptr::null_mut();
         // SAFETY: writes one pointer. Flags of 0: plain page-locked memory.
         check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&mut start, len, 0) })?;
+        // SAFETY: `len` bytes at `start` have just been allocated.
+        unsafe { ptr::write_bytes(start.cast::<u8>(), 0, len) };
         Ok(Self { start: Handle(start.cast()), len, used: 0 })
+    }
+
+    /// All of it.
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: `len` bytes at `start` were allocated by `new`, zeroed by it, and live as long as `self`; who has the
+        // chunk keeps work that writes it and this apart.
+        unsafe { std::slice::from_raw_parts(self.start.0, self.len) }
+    }
+
+    /// The same, to write.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; `self` is borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(self.start.0, self.len) }
     }
 
     /// Copies `bytes` in and gives their address, or `None` where there is no room.

@@ -13,6 +13,7 @@ mod memory;
 mod module;
 mod queue;
 mod sm90;
+mod transfer;
 
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ use self::device::{Device, candidates};
 use self::encoder::CudaEncoder;
 use self::memory::Memory;
 use self::queue::Shared;
-use super::{Caps, GpuBackend, Graph, Pipeline, Record, Ticket};
+use super::{Caps, GpuBackend, Graph, HostBuffer, Pipeline, Record, Ticket};
 use crate::contract::{Kernel, Spec};
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -117,5 +118,17 @@ impl GpuBackend for CudaBackend {
 
     fn read(&self, src: &Region) -> Result<Vec<u8>> {
         Memory::read(&self.shared, src)
+    }
+
+    fn alloc_host(&self, len: usize) -> Result<HostBuffer> {
+        transfer::alloc_host(&self.shared, len)
+    }
+
+    fn upload(&self, dst: &Region, bytes: &[u8]) -> Result<()> {
+        transfer::upload(&self.shared, dst, bytes)
+    }
+
+    fn download(&self, src: &Region, to: &mut [u8]) -> Result<()> {
+        transfer::download(&self.shared, src, to)
     }
 }

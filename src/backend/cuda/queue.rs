@@ -32,6 +32,8 @@ pub(super) struct Shared {
     stream: Handle<CUstream_st>,
     /// Whether the stream is ours to destroy.
     owned: bool,
+    /// A stream for transfers beside the queue, made by the first one.
+    side: Mutex<Option<Handle<CUstream_st>>>,
     state: Mutex<State>,
     graves: Mutex<Vec<Grave>>,
     pub(super) modules: Modules,
@@ -86,11 +88,7 @@ impl Shared {
     /// With a stream of its own, which waits for no other.
     pub(super) fn new(device: Device) -> Result<Self> {
         let bound = device.bind()?;
-        let mut stream: CUstream = ptr::null_mut();
-        // SAFETY: writes one handle; a context is current.
-        check("cuStreamCreate", unsafe {
-            sys::cuStreamCreate(&mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)
-        })?;
+        let stream = new_stream()?;
         drop(bound);
         Ok(Self::with(device, stream, true))
     }
@@ -109,6 +107,7 @@ impl Shared {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             stream: Handle(stream),
             owned,
+            side: Mutex::default(),
             state: Mutex::default(),
             graves: Mutex::default(),
             modules: Modules::default(),
@@ -139,6 +138,20 @@ impl Shared {
         }
         let _bound = self.device.bind()?;
         Chunk::new(len)
+    }
+
+    /// Takes staging memory back that no work uses.
+    pub(super) fn put_back(&self, chunk: Chunk) {
+        lock(&self.state).staging.put(chunk);
+    }
+
+    /// The stream for transfers beside the queue. A context must be current.
+    pub(super) fn side_stream(&self) -> Result<CUstream> {
+        let mut side = lock(&self.side);
+        match *side {
+            Some(stream) => Ok(stream.0),
+            None => Ok(side.insert(Handle(new_stream()?)).0),
+        }
     }
 
     /// Whether the host is capturing the stream.
@@ -343,8 +356,21 @@ impl Drop for Shared {
             if self.owned {
                 let _ = sys::cuStreamDestroy_v2(self.stream.0);
             }
+            if let Some(side) = lock(&self.side).take() {
+                let _ = sys::cuStreamDestroy_v2(side.0);
+            }
         }
     }
+}
+
+/// A stream that waits for no other. A context must be current.
+fn new_stream() -> Result<CUstream> {
+    let mut stream: CUstream = ptr::null_mut();
+    // SAFETY: writes one handle; a context is current.
+    check("cuStreamCreate", unsafe {
+        sys::cuStreamCreate(&mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)
+    })?;
+    Ok(stream)
 }
 
 /// Frees what no work uses any more. An error can only mean that the context is broken, which every later call

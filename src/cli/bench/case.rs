@@ -77,6 +77,11 @@ impl Case {
         decode.into_iter().map(of(Op::Bgmv)).chain([small]).chain(prefill.into_iter().map(of(Op::Sgmv))).collect()
     }
 
+    /// The step that swaps are timed beside.
+    pub fn usual_step() -> Self {
+        Self::new(Op::Bgmv, 16, 16, 16, Mix::Distinct)
+    }
+
     /// Each row's slot. A prefill's rows are in segments.
     pub fn slots(&self, seed: u64) -> Vec<i32> {
         let mut dice = Dice::new(seed);

@@ -3,6 +3,7 @@
 mod case;
 mod report;
 mod rig;
+mod swap;
 
 use std::path::PathBuf;
 
@@ -31,6 +32,7 @@ use rig::Rig;
     lorapool bench --case 64x64-r16 --case 2048x1-r16 --json\n  \
     lorapool bench --rows 8 --adapters 8 --rank 32 --mix zipf\n  \
     lorapool bench --base models/qwen --layers 4 --backend vulkan\n  \
+    lorapool bench --swap --case 16x16-r16               what swaps cost, and what a step notices of them\n  \
     lorapool bench --list")]
 pub struct Bench {
     #[command(flatten)]
@@ -63,6 +65,11 @@ pub struct Bench {
     /// A case of your own: prefill kernels, with the rows in segments, instead of decode kernels
     #[arg(long, requires = "rows")]
     prefill: bool,
+
+    /// Time swaps instead: an adapter's way from host memory to a published slot, beside a bare copy of its bytes,
+    /// and the step of the first case while swaps follow each other without a pause
+    #[arg(long)]
+    swap: bool,
 
     /// Shapes of this base (a directory with config.json and/or safetensors) instead of Llama-3.1-8B's
     #[arg(long, value_name = "DIR")]
@@ -98,6 +105,16 @@ impl Bench {
         cases.sort_by_key(|case| case.rank);
         let (shapes, sites) = self.sites()?;
         let gpu = self.device.open()?;
+        if self.swap {
+            let mut progress = Progress::new("swaps", 1);
+            progress.start("swaps");
+            let case = if self.cases.is_empty() && self.rows.is_none() { Case::usual_step() } else { cases.remove(0) };
+            let samples = self.replays as usize;
+            let report = swap::run(&gpu, &sites, shapes, &case, self.dtype, samples, self.seed)?;
+            drop(progress);
+            console.result(&report, swap::Report::text);
+            return Ok(Status::Done);
+        }
         let samples = self.replays as usize;
         let (bandwidth, copied) = rig::copy_bandwidth(&*gpu, samples)?;
         let mut progress = Progress::new("cases", cases.len());

@@ -67,7 +67,7 @@ impl Times {
 }
 
 /// Times `samples` bursts of what `send` submits, after a warm-up.
-fn time(gpu: &dyn GpuBackend, send: &dyn Fn() -> Result<Ticket>, samples: usize) -> Result<Times> {
+pub fn time(gpu: &dyn GpuBackend, send: &dyn Fn() -> Result<Ticket>, samples: usize) -> Result<Times> {
     let burst = |count: usize| -> Result<Duration> {
         let start = Instant::now();
         let mut last = None;
@@ -110,7 +110,7 @@ pub fn copy_bandwidth(gpu: &dyn GpuBackend, samples: usize) -> Result<(f64, u64)
 }
 
 /// `count` values up to `scale`, encoded.
-fn random(dtype: DType, count: usize, scale: f32, seed: u64) -> Vec<u8> {
+pub fn random(dtype: DType, count: usize, scale: f32, seed: u64) -> Vec<u8> {
     let mut dice = Dice::new(seed);
     let values: Vec<f32> = (0..count).map(|_| dice.unit() * scale).collect();
     let mut bytes = Vec::with_capacity(count * dtype.size() as usize);
@@ -119,7 +119,7 @@ fn random(dtype: DType, count: usize, scale: f32, seed: u64) -> Vec<u8> {
 }
 
 /// Fills a region with a block, over and over: one write, then copies of what is there.
-fn fill(gpu: &dyn GpuBackend, region: &Region, block: &[u8]) -> Result<()> {
+pub fn fill(gpu: &dyn GpuBackend, region: &Region, block: &[u8]) -> Result<()> {
     let first = (block.len() as u64).min(region.len()) / 4 * 4;
     gpu.submit(&mut |encoder| {
         encoder.write(&region.slice(0, first)?, &block[..first as usize])?;
@@ -201,7 +201,8 @@ impl Rig {
                 }),
             })
             .collect::<Result<_>>()?;
-        self.pool.publish(&*self.gpu, slot, &cells, 1e-3, &mut |_| Ok(()))
+        self.pool.publish(&*self.gpu, slot, &cells, 1e-3, &mut |_| Ok(()))?;
+        Ok(())
     }
 
     /// Fewest bytes that the case's step moves: weights of the adapters used and activations read, outputs
@@ -240,7 +241,7 @@ impl Rig {
         if let Some(slot) = small {
             self.publish(slot, true)?;
         }
-        let graph = self.record(&applier, case.op, &plan)?;
+        let graph = record(&*self.gpu, &self.pool, &applier, case.op, &plan)?;
         self.gpu.submit(&mut |encoder| applier.write_batch(encoder, &plan, plan.capacity()))?;
         let times = time(&*self.gpu, &|| graph.replay(), samples)?;
         if let Some(slot) = small {
@@ -249,40 +250,40 @@ impl Rig {
         let (bytes, used) = self.floor_bytes(case, &slots);
         Ok((times, bytes, used))
     }
+}
 
-    /// Records a step. Layers share activations: a model's are no larger than one layer's either.
-    fn record(&self, applier: &Applier, op: Op, plan: &Plan) -> Result<Box<dyn Graph>> {
-        let rows = u64::from(plan.capacity().rows);
-        let mut kept: Vec<(Widths, Vec<Matrix>)> = Vec::new();
-        let matrix = |width: u32| -> Result<Matrix> {
-            let region =
-                self.gpu.alloc((rows * u64::from(width) * self.act.size()).next_multiple_of(4), "activations")?;
-            fill(&*self.gpu, &region, &random(self.act, 1 << 20, 1.0, width.into()))?;
-            Ok(Matrix::new(region, width))
+/// Records a step over all sites of a pool. Layers share activations: a model's are no larger than one layer's either.
+pub fn record(gpu: &dyn GpuBackend, pool: &Pool, applier: &Applier, op: Op, plan: &Plan) -> Result<Box<dyn Graph>> {
+    let act = applier.act();
+    let rows = u64::from(plan.capacity().rows);
+    let mut kept: Vec<(Widths, Vec<Matrix>)> = Vec::new();
+    let matrix = |width: u32| -> Result<Matrix> {
+        let region = gpu.alloc((rows * u64::from(width) * act.size()).next_multiple_of(4), "activations")?;
+        fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
+        Ok(Matrix::new(region, width))
+    };
+    let mut groups = Vec::new();
+    for group in pool.spec().groups() {
+        let sites = pool.sites();
+        let shape: (u32, Vec<u32>) =
+            (sites[group[0]].in_features, group.iter().map(|s| sites[*s].out_features).collect());
+        let at = match kept.iter().position(|(known, _)| *known == shape) {
+            Some(at) => at,
+            None => {
+                let widths = [shape.0].into_iter().chain(shape.1.iter().copied());
+                let matrices = widths.map(matrix).collect::<Result<_>>()?;
+                kept.push((shape, matrices));
+                kept.len() - 1
+            }
         };
-        let mut groups = Vec::new();
-        for group in self.pool.spec().groups() {
-            let sites = self.pool.sites();
-            let shape: (u32, Vec<u32>) =
-                (sites[group[0]].in_features, group.iter().map(|s| sites[*s].out_features).collect());
-            let at = match kept.iter().position(|(known, _)| *known == shape) {
-                Some(at) => at,
-                None => {
-                    let widths = [shape.0].into_iter().chain(shape.1.iter().copied());
-                    let matrices = widths.map(matrix).collect::<Result<_>>()?;
-                    kept.push((shape, matrices));
-                    kept.len() - 1
-                }
-            };
-            groups.push((group, at));
-        }
-        self.gpu.capture(&mut |encoder| {
-            groups.iter().try_for_each(|(group, at)| {
-                let matrices = &kept[*at].1;
-                let outputs: Vec<Output<'_>> =
-                    group.iter().zip(&matrices[1..]).map(|(site, y)| Output { site: *site, y }).collect();
-                applier.encode(encoder, &self.pool, op, plan.capacity(), &matrices[0], &outputs)
-            })
-        })
+        groups.push((group, at));
     }
+    gpu.capture(&mut |encoder| {
+        groups.iter().try_for_each(|(group, at)| {
+            let matrices = &kept[*at].1;
+            let outputs: Vec<Output<'_>> =
+                group.iter().zip(&matrices[1..]).map(|(site, y)| Output { site: *site, y }).collect();
+            applier.encode(encoder, pool, op, plan.capacity(), &matrices[0], &outputs)
+        })
+    })
 }
