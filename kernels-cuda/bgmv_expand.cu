@@ -3,7 +3,7 @@
 //   z [rows][z_stride] f32      B [out_features][b_stride] weight      y [rows][y_stride] act, from y_offset on
 //   block  row * ceil(max_out / BGMV_EXPAND_OUTPUTS) + part; a thread owns two adjacent outputs
 //
-// Each sum takes r in ascending order.
+// Each sum takes r in ascending order. Vectors behind B change y as the contract says.
 #include "common.cuh"
 
 constexpr u32 OUTPUTS = BGMV_EXPAND_OUTPUTS / THREADS;
@@ -19,7 +19,7 @@ DEVICE void bgmv_expand(const u32* batch, const u32* tables, const unsigned char
     const SiteParams& site = p.site[blockIdx.z];
     const u64 first = (u64)(block % parts) * BGMV_EXPAND_OUTPUTS;
     if (first >= site.out_features) return;
-    const Pair pair = pair_of(p, site, tables, (int)batch[2 * (p.row_first + row)]);
+    const Pair pair = expand_pair_of<typename Weight::Bits>(p, site, tables, (int)batch[2 * (p.row_first + row)]);
     // Every return so far is taken by all threads of the block or by none.
     if (pair.rank == 0) return;
     const float* z_from = z + (row * p.z_stride + site.z_offset);
@@ -46,12 +46,13 @@ DEVICE void bgmv_expand(const u32* batch, const u32* tables, const unsigned char
                 if (i < count) sum[o] = __fmaf_rn(w[i], z_row[r + i], sum[o]);
         }
     }
-    const float scale = __fmul_rn(pair.scale, row_scale(p, batch, row));
+    const float scale = row_scale(p, batch, row);
+    const float* gains = gains_of(weights, pair, n);
     Y* y_row = reinterpret_cast<Y*>(y) + (site.y_offset + row * site.y_stride);
 #pragma unroll
     for (u32 o = 0; o < OUTPUTS; o++)
         if (n + o < site.out_features)
-            y_row[n + o] = Act::narrow(__fmaf_rn(scale, sum[o], Act::widen(y_row[n + o])));
+            y_row[n + o] = Act::narrow(expanded(site, Act::widen(y_row[n + o]), sum[o], pair.scale, scale, gains, o));
 }
 
 #define ENTRY(act, act_code, weight, weight_code) EXPAND_ENTRY(bgmv_expand, act, act_code, weight, weight_code)

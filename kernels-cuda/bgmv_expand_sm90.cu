@@ -5,7 +5,7 @@
 //            empty), B the 8-column side, its columns permuted so that each lane has eight adjacent outputs
 //
 // z is taken as the sum of three bf16, which it is exactly. Order of a sum: ranks ascending in chunks of RANKS; of a
-// chunk the low parts of z, then the middle ones, then the high ones.
+// chunk the low parts of z, then the middle ones, then the high ones. Vectors behind B change y as the contract says.
 #include "sm90.cuh"
 
 constexpr u32 OUTPUTS = 32;
@@ -18,6 +18,7 @@ DEVICE u32 depth_of(u32 rank) { return rank <= RANKS ? 0 : rank <= 2 * RANKS ? 1
 // A warp's work, as one lane sees it.
 struct Work {
     const u16* b;      // this lane's first element of B
+    const float* gains; // of output 0; null: there are no vectors
     long long row;     // this lane's row, -1 for none
     float scale;       // of the site in the slot
     u32 rank;          // 0: no work left
@@ -34,12 +35,13 @@ DEVICE Work find(const Params& p, const u32* batch, const u32* tables, const uns
     const SiteParams& site = p.site[work.site];
     const Rows8 rows = pack_rows(p, batch, pack, g);
     if (rows.slot < 0 && p.packs_at) { more = false; return work; }
-    const Pair pair = pair_of(p, site, tables, rows.slot);
+    const Pair pair = expand_pair_of<u16>(p, site, tables, rows.slot);
     if (pair.rank == 0) return work;
     work.first = part * ((UNITS * OUTPUTS) >> depth_of(pair.rank));
     if (work.first >= site.out_features) return work;
     work.b = reinterpret_cast<const u16*>(weights + pair.offset) +
              ((work.first + g / 2 * 8 + g % 2) * (u64)p.b_stride + q * 4);
+    work.gains = gains_of(weights, pair, 0);
     work.row = rows.row;
     work.scale = pair.scale;
     work.rank = pair.rank;
@@ -98,13 +100,14 @@ DEVICE void load_z(const Params& p, const float* z, const Work& work, u32 chunk,
     }
 }
 
-template <u32 DEPTH>
+// VECTORS is known when this is compiled so that the registers for it are taken from no one else.
+template <u32 DEPTH, bool VECTORS>
 DEVICE void finish(const Params& p, const u32* batch, const float* z, u16* y, const Work& work, uint2 (&w)[UNITS][4],
                    const uint4 (&v)[UNITS], u32 (&parts)[UNITS][3][2]) {
     constexpr u32 CHUNKS = 1 << DEPTH, RUNS = UNITS >> DEPTH;
     const SiteParams& site = p.site[work.site];
     const u32 out = site.out_features;
-    const float scale = work.row < 0 ? 0.0f : __fmul_rn(work.scale, row_scale(p, batch, (u64)work.row));
+    const float scale = work.row < 0 ? 0.0f : row_scale(p, batch, (u64)work.row);
     const bool y_wide = is_wide(y, site.y_stride);
 #pragma unroll
     for (u32 run = 0; run < RUNS; run++) {
@@ -131,11 +134,7 @@ DEVICE void finish(const Params& p, const u32* batch, const float* z, u16* y, co
         if (work.row < 0) continue;
         // sum[m]: outputs 8q + 2m and the next of row g, and of a row that isn't there.
         const u32 n = work.first + run * OUTPUTS + threadIdx.x % 4 * 8;
-        uint4 result;
-        result.x = add2(v[run].x, scale, sum[0][0], sum[0][1]);
-        result.y = add2(v[run].y, scale, sum[1][0], sum[1][1]);
-        result.z = add2(v[run].z, scale, sum[2][0], sum[2][1]);
-        result.w = add2(v[run].w, scale, sum[3][0], sum[3][1]);
+        const uint4 result = expand8(site, v[run], work.scale, scale, sum, 0, VECTORS ? work.gains : nullptr, n);
         u16* to = y + ((u64)work.row * site.y_stride + n);
         if (y_wide && n + 8 <= out) {
             *reinterpret_cast<uint4*>(to) = result;
@@ -146,6 +145,15 @@ DEVICE void finish(const Params& p, const u32* batch, const float* z, u16* y, co
                 if (n + i < out) to[i] = (u16)(words[i / 2] >> (i % 2 * 16));
         }
     }
+}
+
+template <bool VECTORS>
+DEVICE void finish_at(const Params& p, const u32* batch, const float* z, u16* y, const Work& work, uint2 (&w)[UNITS][4],
+                      const uint4 (&v)[UNITS], u32 (&parts)[UNITS][3][2]) {
+    const u32 depth = depth_of(work.rank);
+    if (depth == 0) finish<0, VECTORS>(p, batch, z, y, work, w, v, parts);
+    else if (depth == 1) finish<1, VECTORS>(p, batch, z, y, work, w, v, parts);
+    else finish<2, VECTORS>(p, batch, z, y, work, w, v, parts);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
@@ -182,9 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 #pragma unroll
         for (u32 c = 0; c < UNITS; c++)
             if (c >> depth == 0) load_z(p, z, work, c, z_parts[c]);
-        if (depth == 0) finish<0>(p, batch, z, y, work, w, v, z_parts);
-        else if (depth == 1) finish<1>(p, batch, z, y, work, w, v, z_parts);
-        else finish<2>(p, batch, z, y, work, w, v, z_parts);
+        if (work.gains) finish_at<true>(p, batch, z, y, work, w, v, z_parts);
+        else finish_at<false>(p, batch, z, y, work, w, v, z_parts);
     }
     if (!waited && is_first_block()) wait_for_last();
 }

@@ -95,12 +95,14 @@ struct Pair {
     u32 rank;
     // The site's scale in this slot.
     float scale;
+    // Bytes from the weights operand's start to the gains and offsets behind B, each padded to VECTOR_ALIGN; 0: none.
+    u64 vectors;
 };
 
 // Looks a slot up. Table contents are not trusted: a slot outside the window, a matrix outside the weights
 // operand or off its alignment, and a rank above max_rank count as "no delta".
 DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
-    Pair none = {0, 0, 0.0f};
+    Pair none = {0, 0, 0.0f, 0};
     if (slot < 0 || (u32)slot < p.slot_first || (u32)slot - p.slot_first >= p.slot_count) return none;
     const u32* words = tables + (site.cells + 2ull * (u32)slot);
     const u64 cell = (u64)words[1] << 32 | words[0];
@@ -110,10 +112,44 @@ DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, 
     if (cell == 0 || (cell & 15) != 0 || cell < weights) return none;
     const u64 offset = cell - weights;
     if (offset > len || len - offset < span) return none;
-    const u32 rank = tables[(u64)site.ranks + (u32)slot];
+    const u32 word = tables[(u64)site.ranks + (u32)slot], rank = word & RANK_MASK;
     if (rank == 0 || rank > p.max_rank) return none;
-    Pair pair = {offset, rank, __uint_as_float(tables[(u64)site.scales + (u32)slot])};
+    Pair pair = {offset, rank, __uint_as_float(tables[(u64)site.scales + (u32)slot]), word & RANK_VECTORS};
     return pair;
+}
+
+DEVICE u64 vector_len(const SiteParams& site) {
+    return ((u64)site.out_features + VECTOR_ALIGN - 1) / VECTOR_ALIGN * VECTOR_ALIGN;
+}
+
+// The same for an expand, whose matrix may have vectors behind it: if so, they must lie in the span too.
+template <class Bits> DEVICE Pair expand_pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
+    Pair pair = pair_of(p, site, tables, slot);
+    if (pair.vectors) {
+        const u64 matrix = (u64)site.out_features * p.b_stride * sizeof(Bits);
+        if (matrix + 2 * vector_len(site) * sizeof(float) > 4ull * site.span) pair.rank = 0;
+        pair.vectors = pair.offset + matrix;
+    }
+    return pair;
+}
+
+// A pair's gains from output `n` on, with the offsets vector_len behind them; null: the pair has none.
+DEVICE const float* gains_of(const unsigned char* weights, const Pair& pair, u64 n) {
+    return pair.vectors ? reinterpret_cast<const float*>(weights + pair.vectors) + n : nullptr;
+}
+
+// What a row with vectors turns y into.
+DEVICE float shaped(float y, float sum, float site_scale, float row_scale, float gain, float offset) {
+    // 1 - 1 is no factor for an infinite y.
+    const float change = gain == 1.0f ? offset : __fmaf_rn(__fsub_rn(gain, 1.0f), y, offset);
+    return __fmaf_rn(row_scale, __fmaf_rn(__fmul_rn(site_scale, gain), sum, change), y);
+}
+
+// What a row turns y, `i` outputs from where `gains` begins, into.
+DEVICE float expanded(const SiteParams& site, float y, float sum, float site_scale, float row_scale, const float* gains,
+                      u32 i) {
+    if (gains) return shaped(y, sum, site_scale, row_scale, gains[i], gains[vector_len(site) + i]);
+    return __fmaf_rn(__fmul_rn(site_scale, row_scale), sum, y);
 }
 
 // Index of this block among those of its site, whatever the grid was folded into.

@@ -12,9 +12,11 @@ constexpr unsigned int SGMV_SHRINK_RANKS = 16;
 constexpr unsigned int SGMV_EXPAND_OUTPUTS = 32;
 constexpr unsigned int SGMV_DEPTH = 32;
 constexpr unsigned int MAX_RANK = 512;
+constexpr unsigned int RANK_MASK = 65535;
 constexpr unsigned int RANK_VECTORS = 65536;
 constexpr unsigned int MAX_TOKEN_ROWS = 65535;
 constexpr unsigned int OVERLAY_ROWS = 4;
+constexpr unsigned int VECTOR_ALIGN = 4;
 constexpr unsigned int DTYPE_F32 = 0;
 constexpr unsigned int DTYPE_F16 = 1;
 constexpr unsigned int DTYPE_BF16 = 2;
@@ -65,11 +67,11 @@ struct Pack {
 struct SiteParams {
     // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
     unsigned int cells;
-    // Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
+    // Word offset of `slots` u32 rank words: the true rank under RANK_MASK, and RANK_VECTORS where vectors lie behind B.
     unsigned int ranks;
     // Word offset of `slots` f32 scales.
     unsigned int scales;
-    // Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+    // Words from a cell's address that its matrix and vectors may span: a cell that leaves less of the weights operand is skipped.
     unsigned int span;
     // Number of outputs (rows of B).
     unsigned int out_features;

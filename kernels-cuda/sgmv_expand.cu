@@ -4,6 +4,7 @@
 //   block  tile * ceil(max_out / SGMV_EXPAND_OUTPUTS) + part: SGMV_TILE_ROWS rows by SGMV_EXPAND_OUTPUTS outputs
 //
 // z and B pass through shared memory SGMV_DEPTH ranks at a time; each sum takes r in ascending order.
+// Vectors behind B change y as the contract says.
 #include "common.cuh"
 
 constexpr u32 OUTPUTS = SGMV_EXPAND_OUTPUTS;
@@ -32,7 +33,7 @@ DEVICE void sgmv_expand(const u32* batch, const u32* tables, const unsigned char
     if (first >= site.out_features) return;
     const Rows rows = tile_rows(p, batch, tile);
     if (rows.count == 0) return;
-    const Pair pair = pair_of(p, site, tables, rows.slot);
+    const Pair pair = expand_pair_of<typename Weight::Bits>(p, site, tables, rows.slot);
     // Every return so far is taken by all threads of the block or by none.
     if (pair.rank == 0) return;
 
@@ -70,12 +71,14 @@ DEVICE void sgmv_expand(const u32* batch, const u32* tables, const unsigned char
         __syncthreads();
     }
     if (row_index < 0) return;
-    const float scale = __fmul_rn(pair.scale, row_scale(p, batch, (u64)row_index));
+    const float scale = row_scale(p, batch, (u64)row_index);
+    const float* gains = gains_of(weights, pair, first + lane);
     Y* y_row = reinterpret_cast<Y*>(y) + (site.y_offset + (u64)row_index * site.y_stride);
 #pragma unroll
     for (u32 s = 0; s < SUMS; s++) {
         const u64 n = first + lane + s * LANES;
-        if (n < site.out_features) y_row[n] = Act::narrow(__fmaf_rn(scale, sum[s], Act::widen(y_row[n])));
+        if (n < site.out_features)
+            y_row[n] = Act::narrow(expanded(site, Act::widen(y_row[n]), sum[s], pair.scale, scale, gains, s * LANES));
     }
 }
 

@@ -6,7 +6,7 @@
 //            of one slot
 //
 // z is taken as the sum of three bf16, which it is exactly. Order of a sum: ranks ascending in chunks of RANKS; of a
-// chunk the low parts of z, then the middle ones, then the high ones.
+// chunk the low parts of z, then the middle ones, then the high ones. Vectors behind B change y as the contract says.
 #include "sm90.cuh"
 
 constexpr u32 OUTPUTS = 32;
@@ -70,12 +70,7 @@ DEVICE void load_z(const Params& p, const float* z, const Work& work, long long 
     }
 }
 
-DEVICE void store(const Work& work, u16* to, u32 n, const uint4& y, float scale, const float (&s)[4][4], u32 half) {
-    uint4 result;
-    result.x = add2(y.x, scale, s[0][half], s[0][half + 1]);
-    result.y = add2(y.y, scale, s[1][half], s[1][half + 1]);
-    result.z = add2(y.z, scale, s[2][half], s[2][half + 1]);
-    result.w = add2(y.w, scale, s[3][half], s[3][half + 1]);
+DEVICE void store(const Work& work, u16* to, u32 n, const uint4& result) {
     if (work.y_wide && n + 8 <= work.out) {
         *reinterpret_cast<uint4*>(to) = result;
         return;
@@ -89,7 +84,7 @@ DEVICE void store(const Work& work, u16* to, u32 n, const uint4& y, float scale,
 // One tile: `w` holds B's first chunks, and is loaded over where there are more.
 template <u32 DEPTH>
 DEVICE void expand(const Params& p, const u32* batch, const float* z, const Work& work, const Rows& rows, const Pair& pair,
-                   uint2 (&w)[UNITS][4]) {
+                   const float* gains, uint2 (&w)[UNITS][4]) {
     constexpr u32 CHUNKS = 1 << DEPTH, RUNS = UNITS >> DEPTH;
     const u32 g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     const long long row[2] = {row_of(p, rows, g), row_of(p, rows, g + 8)};
@@ -99,7 +94,7 @@ DEVICE void expand(const Params& p, const u32* batch, const float* z, const Work
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
         to[h] = work.y + ((u64)(row[h] < 0 ? 0 : row[h]) * work.y_stride + work.first + q * 8);
-        scale[h] = row[h] < 0 ? 0.0f : __fmul_rn(pair.scale, row_scale(p, batch, (u64)row[h]));
+        scale[h] = row[h] < 0 ? 0.0f : row_scale(p, batch, (u64)row[h]);
 #pragma unroll
         for (u32 run = 0; run < RUNS; run++) {
             const u32 n = work.first + run * OUTPUTS + q * 8;
@@ -146,7 +141,9 @@ DEVICE void expand(const Params& p, const u32* batch, const float* z, const Work
         const u32 n = work.first + run * OUTPUTS + q * 8;
 #pragma unroll
         for (u32 h = 0; h < 2; h++)
-            if (row[h] >= 0) store(work, to[h] + run * OUTPUTS, n, y[run][h], scale[h], sum, 2 * h);
+            if (row[h] >= 0)
+                store(work, to[h] + run * OUTPUTS, n,
+                      expand8(p.site[blockIdx.z], y[run][h], pair.scale, scale[h], sum, 2 * h, gains, n));
     }
 }
 
@@ -159,7 +156,7 @@ DEVICE void tile(const Params& p, const u32* batch, const float* z, Work& work, 
     work.b = reinterpret_cast<const u16*>(weights + pair.offset) +
              ((work.first + lane / 8 * 8 + lane / 4 % 2) * (u64)p.b_stride + lane % 4 * 4);
     if (fresh || pair.rank > UNITS * RANKS) load<DEPTH>(p, work, pair.rank, 0, w);
-    expand<DEPTH>(p, batch, z, work, rows, pair, w);
+    expand<DEPTH>(p, batch, z, work, rows, pair, gains_of(weights, pair, 0), w);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
@@ -181,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         for (u32 t = first; t < first + TILES && t < p.tiles; t++) {
             const Rows rows = tile_rows(p, batch, t);
             if (rows.slot < 0 || rows.count == 0) continue;
-            const Pair pair = pair_of(p, site, tables, rows.slot);
+            const Pair pair = expand_pair_of<u16>(p, site, tables, rows.slot);
             if (pair.rank == 0) continue;
             const bool fresh = rows.slot != held;
             held = rows.slot;

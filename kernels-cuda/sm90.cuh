@@ -64,6 +64,32 @@ DEVICE u32 add2(u32 word, float scale, float low, float high) {
     return pair_of_bf16(__fmaf_rn(scale, low, low_half(word)), __fmaf_rn(scale, high, high_half(word)));
 }
 
+// The same with the gains and offsets of two outputs.
+DEVICE u32 shape2(u32 word, float site_scale, float row_scale, float low, float high, float2 gain, float2 offset) {
+    return pair_of_bf16(shaped(low_half(word), low, site_scale, row_scale, gain.x, offset.x),
+                        shaped(high_half(word), high, site_scale, row_scale, gain.y, offset.y));
+}
+
+// Eight outputs of a row, from output `n` on: columns `half` and the next of four products. `gains`: of the pair.
+DEVICE uint4 expand8(const SiteParams& site, const uint4& y, float site_scale, float row_scale, const float (&s)[4][4],
+                     u32 half, const float* gains, u32 n) {
+    u32 word[4] = {y.x, y.y, y.z, y.w};
+    const float scale = __fmul_rn(site_scale, row_scale);
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        if (!gains) {
+            word[i] = add2(word[i], scale, s[i][half], s[i][half + 1]);
+        } else if (n + 2 * i < site.out_features) {
+            // Pairs begin at even outputs, and vectors are padded past odd ends.
+            const float* from = gains + (n + 2 * i);
+            word[i] = shape2(word[i], site_scale, row_scale, s[i][half], s[i][half + 1],
+                             *reinterpret_cast<const float2*>(from),
+                             *reinterpret_cast<const float2*>(from + vector_len(site)));
+        }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
 // The upper halves of two floats, side by side; what is left of the floats stays in them.
 DEVICE u32 take_high(float& low, float& high) {
     const u32 a = __float_as_uint(low) & 0xffff0000u, b = __float_as_uint(high) & 0xffff0000u;

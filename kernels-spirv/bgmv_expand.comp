@@ -3,7 +3,7 @@
 //
 // Grid: x (folded into x and y) = rows * ceil(max_out / BGMV_EXPAND_OUTPUTS), z = sites.
 // A workgroup takes one row and BGMV_EXPAND_OUTPUTS outputs, two adjacent ones a thread; each thread sums
-// over r in order.
+// over r in order. Vectors behind B change y as the contract says.
 // batch: RowRef[row_first + rows], tables: u32[], weights: bytes, z: f32[rows][z_stride], y0..y3: ACT[rows][y_stride]
 
 #extension GL_GOOGLE_include_directive : require
@@ -32,7 +32,7 @@ void main() {
     uint out_features = at.envelope.params.site[site].out_features;
     uint batch_row = at.envelope.params.row_first + row;
     Adapter adapter;
-    if (first_output >= out_features || !find(at, site, row_slot(at, batch_row), adapter)) {
+    if (first_output >= out_features || !find_expand(at, site, row_slot(at, batch_row), adapter)) {
         return;
     }
 
@@ -62,6 +62,5 @@ void main() {
         sum.x += weight_at(b0, r) * z_row[r];
         sum.y += weight_at(b1, r) * z_row[r];
     }
-    float scale = adapter.scale * row_scale(at, batch_row);
-    add_to_outputs(output_at(at, site, row, n), scale * sum, both);
+    change_outputs(output_at(at, site, row, n), change_of(at, site, adapter, batch_row, n, sum), both);
 }

@@ -49,6 +49,10 @@ uvec2 element_at(uvec2 base, uint row, uint stride, uint offset, uint log2_size)
     return add64(base, bytes);
 }
 
+uint div_ceil(uint a, uint b) {
+    return a / b + (a % b == 0u ? 0u : 1u);
+}
+
 uint log2_size(uint dtype) {
     return dtype == DTYPE_F32 ? 2u : 1u;
 }
@@ -211,12 +215,15 @@ struct Adapter {
     uvec2 matrix;
     uint rank;
     float scale;
+    // Of an expand: whether gains and offsets lie behind the matrix, and their address.
+    bool shaped;
+    uvec2 vectors;
 };
 
 // Looks `slot` up for site `site`; false: the row has no delta here. Nothing read from the tables is believed:
 // a cell must lie 16-aligned in the weights with `span` words behind it, a rank within the launch's.
 bool find(EnvelopeAt at, uint site, int slot, out Adapter adapter) {
-    adapter = Adapter(uvec2(0u), 0u, 0.0);
+    adapter = Adapter(uvec2(0u), 0u, 0.0, false, uvec2(0u));
     uint first = at.envelope.params.slot_first;
     if (slot < 0 || uint(slot) < first || uint(slot) - first >= at.envelope.params.slot_count) {
         return false;
@@ -239,11 +246,41 @@ bool find(EnvelopeAt at, uint site, int slot, out Adapter adapter) {
         return false;
     }
     uvec2 rank_at = element_at(tables, index, 1u, at.envelope.params.site[site].ranks, 2u);
-    adapter.rank = Words(rank_at).word[0];
+    uint rank_word = Words(rank_at).word[0];
+    adapter.rank = rank_word & RANK_MASK;
+    adapter.shaped = (rank_word & RANK_VECTORS) != 0u;
     if (adapter.rank == 0u || adapter.rank > at.envelope.params.max_rank) {
         return false;
     }
     adapter.scale = f32_at(element_at(tables, index, 1u, at.envelope.params.site[site].scales, 2u), 0u);
+    return true;
+}
+
+// f32 from the start of one vector behind a matrix to the end of its padding.
+uint vector_len(uint out_features) {
+    return div_ceil(out_features, VECTOR_ALIGN) * VECTOR_ALIGN;
+}
+
+// The same for an expand, whose matrix may have vectors behind it: if so, they must lie in the span too.
+bool find_expand(EnvelopeAt at, uint site, int slot, out Adapter adapter) {
+    if (!find(at, site, slot, adapter)) {
+        return false;
+    }
+    if (!adapter.shaped) {
+        return true;
+    }
+    uint rows = at.envelope.params.site[site].out_features;
+    uint row_words = WEIGHT == DTYPE_F32 ? at.envelope.params.b_stride : at.envelope.params.b_stride / 2u;
+    uint span = at.envelope.params.site[site].span;
+    // By division, since the products may pass 2^32.
+    if (row_words == 0u || span / row_words < rows) {
+        return false;
+    }
+    uint left = span - rows * row_words;
+    if (left / (2u * VECTOR_ALIGN) < div_ceil(rows, VECTOR_ALIGN)) {
+        return false;
+    }
+    adapter.vectors = element_at(adapter.matrix, rows, row_words, 0u, 2u);
     return true;
 }
 
@@ -259,24 +296,55 @@ float row_scale(EnvelopeAt at, uint row) {
 
 // ---- The one store of y ----
 
-// Replaces a 2-byte element by its sum with `delta`. Its word's other half may be another thread's, which
-// changes it at any time: flip only the bits of this half that differ.
-void add_to_half(uvec2 address, float delta) {
+// What a row does to two adjacent outputs: y + delta, or, where its adapter has vectors,
+// y + scale * (slope * y + delta).
+struct Change {
+    vec2 delta;
+    bool shaped;
+    vec2 slope;
+    float scale;
+};
+
+// The change of outputs `n`, which is even, and the next, whose sums over B are `sum`.
+Change change_of(EnvelopeAt at, uint site, Adapter adapter, uint batch_row, uint n, vec2 sum) {
+    float scale = row_scale(at, batch_row);
+    if (!adapter.shaped) {
+        return Change(adapter.scale * scale * sum, false, vec2(0.0), 0.0);
+    }
+    // Vectors are padded past odd ends.
+    vec2 gain = vec2(f32_at(adapter.vectors, n), f32_at(adapter.vectors, n + 1u));
+    uint offsets = vector_len(at.envelope.params.site[site].out_features);
+    vec2 offset = vec2(f32_at(adapter.vectors, offsets + n), f32_at(adapter.vectors, offsets + n + 1u));
+    return Change(offset + adapter.scale * gain * sum, true, gain - 1.0, scale);
+}
+
+float changed(float y, Change change, uint i) {
+    if (!change.shaped) {
+        return y + change.delta[i];
+    }
+    // No slope is no factor for an infinite y.
+    float of_y = change.slope[i] == 0.0 ? 0.0 : change.slope[i] * y;
+    return y + change.scale * (of_y + change.delta[i]);
+}
+
+// Changes a 2-byte element. Its word's other half may be another thread's, which changes it at any time: flip
+// only the bits of this half that differ.
+void change_half(uvec2 address, Change change, uint i) {
     Outputs at = Outputs(uvec2(address.x & ~3u, address.y));
     uint shift = (address.x & 2u) << 3;
     uint old = (at.word >> shift) & 0xffffu;
-    uint sum = encode(ACT, decode(ACT, old) + delta) & 0xffffu;
-    atomicXor(at.word, (old ^ sum) << shift);
+    uint new = encode(ACT, changed(decode(ACT, old), change, i)) & 0xffffu;
+    atomicXor(at.word, (old ^ new) << shift);
 }
 
-// y[0] += delta.x and, if `both`, y[1] += delta.y, for two adjacent elements of one row of a site's outputs.
-void add_to_outputs(uvec2 address, vec2 delta, bool both) {
+// Changes two adjacent elements of one row of a site's outputs, or, unless `both`, the first alone.
+void change_outputs(uvec2 address, Change change, bool both) {
     if (ACT == DTYPE_F32) {
         Outputs first = Outputs(address);
-        first.word = floatBitsToUint(uintBitsToFloat(first.word) + delta.x);
+        first.word = floatBitsToUint(changed(uintBitsToFloat(first.word), change, 0u));
         if (both) {
             Outputs second = Outputs(add64(address, uvec2(4u, 0u)));
-            second.word = floatBitsToUint(uintBitsToFloat(second.word) + delta.y);
+            second.word = floatBitsToUint(changed(uintBitsToFloat(second.word), change, 1u));
         }
         return;
     }
@@ -284,14 +352,14 @@ void add_to_outputs(uvec2 address, vec2 delta, bool both) {
         // Both halves of the word are this thread's.
         Outputs pair = Outputs(address);
         uint old = pair.word;
-        uint lo = encode(ACT, decode(ACT, old) + delta.x) & 0xffffu;
-        uint hi = encode(ACT, decode(ACT, old >> 16) + delta.y);
+        uint lo = encode(ACT, changed(decode(ACT, old), change, 0u)) & 0xffffu;
+        uint hi = encode(ACT, changed(decode(ACT, old >> 16), change, 1u));
         pair.word = lo | hi << 16;
         return;
     }
-    add_to_half(address, delta.x);
+    change_half(address, change, 0u);
     if (both) {
-        add_to_half(add64(address, uvec2(2u, 0u)), delta.y);
+        change_half(add64(address, uvec2(2u, 0u)), change, 1u);
     }
 }
 
@@ -318,10 +386,6 @@ uvec2 weight_row(uvec2 matrix, uint row, uint stride) {
 // Which work item of x this workgroup is: contract::fold undone.
 uint work_item() {
     return gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
-}
-
-uint div_ceil(uint a, uint b) {
-    return a / b + (a % b == 0u ? 0u : 1u);
 }
 
 // The rows that a tile of the batch asks for, as rows of the launch: `first` on, of which those from the launch's

@@ -11,9 +11,11 @@ const uint SGMV_SHRINK_RANKS = 16;
 const uint SGMV_EXPAND_OUTPUTS = 32;
 const uint SGMV_DEPTH = 32;
 const uint MAX_RANK = 512;
+const uint RANK_MASK = 65535;
 const uint RANK_VECTORS = 65536;
 const uint MAX_TOKEN_ROWS = 65535;
 const uint OVERLAY_ROWS = 4;
+const uint VECTOR_ALIGN = 4;
 const uint DTYPE_F32 = 0;
 const uint DTYPE_F16 = 1;
 const uint DTYPE_BF16 = 2;
@@ -64,11 +66,11 @@ struct Pack {
 struct SiteParams {
     // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
     uint cells;
-    // Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
+    // Word offset of `slots` u32 rank words: the true rank under RANK_MASK, and RANK_VECTORS where vectors lie behind B.
     uint ranks;
     // Word offset of `slots` f32 scales.
     uint scales;
-    // Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+    // Words from a cell's address that its matrix and vectors may span: a cell that leaves less of the weights operand is skipped.
     uint span;
     // Number of outputs (rows of B).
     uint out_features;

@@ -4,6 +4,7 @@
 // Grid: x (folded into x and y) = tiles * ceil(max_out / SGMV_EXPAND_OUTPUTS), z = sites.
 // A workgroup takes one tile and SGMV_EXPAND_OUTPUTS outputs. z and B pass through shared memory, SGMV_DEPTH
 // ranks at a time; each (row, output) is summed by one thread in order of r.
+// Vectors behind B change y as the contract says.
 // batch: RowRef[row_first + rows], Tile[tiles] at word tiles_at, tables: u32[], weights: bytes,
 // z: f32[rows][z_stride], y0..y3: ACT[rows][y_stride]
 
@@ -32,7 +33,7 @@ void main() {
     uint out_features = at.envelope.params.site[site].out_features;
     TileRows of_tile = tile_rows(at, tile);
     Adapter adapter;
-    if (of_tile.count == 0u || first_output >= out_features || !find(at, site, of_tile.slot, adapter)) {
+    if (of_tile.count == 0u || first_output >= out_features || !find_expand(at, site, of_tile.slot, adapter)) {
         return;
     }
     uint rows = at.envelope.params.rows;
@@ -81,8 +82,8 @@ void main() {
         uint row = of_tile.first + t;
         uint n = first_output + thread % ROW_PAIRS * 2u;
         if (t < of_tile.count && row < rows && n < out_features) {
-            float scale = adapter.scale * row_scale(at, at.envelope.params.row_first + row);
-            add_to_outputs(output_at(at, site, row, n), scale * sums[s], n + 1u < out_features);
+            Change change = change_of(at, site, adapter, at.envelope.params.row_first + row, n, sums[s]);
+            change_outputs(output_at(at, site, row, n), change, n + 1u < out_features);
         }
     }
 }

@@ -2,6 +2,7 @@
 //
 // A workgroup: one row, BGMV_EXPAND_OUTPUTS outputs, one site (z of the grid). Two adjacent outputs a
 // thread, so that a word of two 2-byte outputs has one owner wherever the row begins at a word.
+// Vectors behind B change y as the contract says.
 
 var<workgroup> staged: array<vec4<f32>, MAX_RANK / 4>;
 
@@ -30,7 +31,7 @@ fn bgmv_expand(
     }
     let site = envelope.params.site[group.z];
     let batch_row = envelope.params.row_first + row;
-    let pair = find_pair(site, row_slot(batch_row));
+    let pair = with_vectors(site, find_pair(site, row_slot(batch_row)));
     let first = (item % parts) * BGMV_EXPAND_OUTPUTS;
     if pair.rank == 0u || first >= site.out_features {
         return;
@@ -55,5 +56,5 @@ fn bgmv_expand(
     if n + 1u < site.out_features {
         sums.y = row_sum(pair, n + 1u);
     }
-    add_outputs(site, row, n, pair.scale * row_scale(batch_row), sums);
+    change_outputs(site, pair, row, n, sums);
 }

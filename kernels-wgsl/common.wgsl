@@ -57,13 +57,17 @@ struct Pair {
     // 0: no delta here.
     rank: u32,
     scale: f32,
-    // Index in `weights` of the matrix' first vector.
+    // Index in `weights` of the matrix' first vec4.
     base: u32,
+    // The rank's word has RANK_VECTORS.
+    shaped: bool,
+    // Of an expand: index in `weights` of the gains behind the matrix.
+    gains: u32,
 }
 
 // What `slot` has at `site`; rank 0 for everything that is not there, not in the window, or not in bounds.
 fn find_pair(site: SiteParams, slot: i32) -> Pair {
-    let none = Pair(0u, 0.0, 0u);
+    let none = Pair(0u, 0.0, 0u, false, 0u);
     let slot_index = bitcast<u32>(slot);
     // A negative slot is past any window.
     if slot_index - envelope.params.slot_first >= envelope.params.slot_count || slot < 0 {
@@ -81,12 +85,13 @@ fn find_pair(site: SiteParams, slot: i32) -> Pair {
     if offset > len || site.span > (len - offset) / 4u {
         return none;
     }
-    let rank = tables[table + site.ranks + slot_index];
+    let word = tables[table + site.ranks + slot_index];
+    let rank = word & RANK_MASK;
     if rank > envelope.params.max_rank {
         return none;
     }
     let scale = bitcast<f32>(tables[table + site.scales + slot_index]);
-    return Pair(rank, scale, (offset + origin(2u)) / 16u);
+    return Pair(rank, scale, (offset + origin(2u)) / 16u, (word & RANK_VECTORS) != 0u, 0u);
 }
 
 // The f32 that equals the binary16 number in the low half of `h`; NaN stays NaN.
@@ -163,7 +168,7 @@ struct Eight {
     hi: vec4<f32>,
 }
 
-// Chunk `chunk` of the matrix row that begins `row_elements` after vector `base`: `row_elements` is a
+// Chunk `chunk` of the matrix row that begins `row_elements` after vec4 `base`: `row_elements` is a
 // multiple of CHUNK. Elements from `width` on, which hold anything, read as 0.
 fn weight_chunk(base: u32, row_elements: u32, chunk: u32, width: u32) -> Eight {
     var out: Eight;

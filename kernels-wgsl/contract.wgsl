@@ -11,9 +11,11 @@ const SGMV_SHRINK_RANKS: u32 = 16u;
 const SGMV_EXPAND_OUTPUTS: u32 = 32u;
 const SGMV_DEPTH: u32 = 32u;
 const MAX_RANK: u32 = 512u;
+const RANK_MASK: u32 = 65535u;
 const RANK_VECTORS: u32 = 65536u;
 const MAX_TOKEN_ROWS: u32 = 65535u;
 const OVERLAY_ROWS: u32 = 4u;
+const VECTOR_ALIGN: u32 = 4u;
 const DTYPE_F32: u32 = 0u;
 const DTYPE_F16: u32 = 1u;
 const DTYPE_BF16: u32 = 2u;
@@ -64,11 +66,11 @@ struct Pack {
 struct SiteParams {
     // Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
     cells: u32,
-    // Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
+    // Word offset of `slots` u32 rank words: the true rank under RANK_MASK, and RANK_VECTORS where vectors lie behind B.
     ranks: u32,
     // Word offset of `slots` f32 scales.
     scales: u32,
-    // Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+    // Words from a cell's address that its matrix and vectors may span: a cell that leaves less of the weights operand is skipped.
     span: u32,
     // Number of outputs (rows of B).
     out_features: u32,

@@ -37,50 +37,110 @@ fn y_flip(operand: u32, word: u32, difference: u32) {
     }
 }
 
-// `y` + `scale` * `sum`, rounded to the activation type; `y` has its high half clear.
-fn half_sum(y: u32, scale: f32, sum: f32) -> u32 {
-    let value = fma(scale, sum, half_value(ACT, y));
+// vec4s of a gain or an offset for every output.
+fn vector_len(site: SiteParams) -> u32 {
+    return site.out_features / VECTOR_ALIGN + select(0u, 1u, site.out_features % VECTOR_ALIGN != 0u);
+}
+
+// `pair`, or rank 0 where it should have vectors behind it that don't lie in the site's span.
+fn with_vectors(site: SiteParams, pair: Pair) -> Pair {
+    var out = pair;
+    if pair.rank == 0u || !pair.shaped {
+        return out;
+    }
+    let row_words = select(envelope.params.b_stride / 2u, envelope.params.b_stride, WEIGHT == DTYPE_F32);
+    // By division, since the products may pass 2^32.
+    if row_words == 0u || site.span / row_words < site.out_features {
+        out.rank = 0u;
+        return out;
+    }
+    let matrix = site.out_features * row_words;
+    if (site.span - matrix) / (2u * VECTOR_ALIGN) < vector_len(site) {
+        out.rank = 0u;
+        return out;
+    }
+    out.gains = pair.base + matrix / 4u;
+    return out;
+}
+
+// What a row does to two adjacent outputs: y + scale * sum, or, where its adapter has vectors,
+// y + scale * (slope * y + sum).
+struct Change {
+    sum: vec2<f32>,
+    scale: f32,
+    shaped: bool,
+    slope: vec2<f32>,
+}
+
+// The change of outputs `n`, which is even, and the next, whose sums over B are `sums`.
+fn change_of(site: SiteParams, pair: Pair, batch_row: u32, n: u32, sums: vec2<f32>) -> Change {
+    let scale = row_scale(batch_row);
+    if !pair.shaped {
+        return Change(sums, pair.scale * scale, false, vec2<f32>());
+    }
+    let gains = bitcast<vec4<f32>>(weights[pair.gains + n / 4u]);
+    let offsets = bitcast<vec4<f32>>(weights[pair.gains + vector_len(site) + n / 4u]);
+    let low = n % 4u == 0u;
+    let gain = select(gains.zw, gains.xy, low);
+    let offset = select(offsets.zw, offsets.xy, low);
+    return Change(fma(pair.scale * gain, sums, offset), scale, true, gain - vec2<f32>(1.0));
+}
+
+// `y` as `change` makes it, `i` of its two outputs.
+fn changed(y: f32, change: Change, i: u32) -> f32 {
+    var sum = change.sum[i];
+    // No slope is no factor for an infinite y.
+    if change.shaped && change.slope[i] != 0.0 {
+        sum = fma(change.slope[i], y, sum);
+    }
+    return fma(change.scale, sum, y);
+}
+
+// The same in the activation type, rounded; `y` has its high half clear.
+fn changed_half(y: u32, change: Change, i: u32) -> u32 {
+    let value = changed(half_value(ACT, y), change, i);
     if ACT == DTYPE_BF16 {
         return bf16_bits(value);
     }
     return f16_bits(value);
 }
 
-fn add_word(operand: u32, word: u32, scale: f32, sum: f32) {
-    let value = fma(scale, sum, bitcast<f32>(y_load(operand, word)));
+fn change_word(operand: u32, word: u32, change: Change, i: u32) {
+    let value = changed(bitcast<f32>(y_load(operand, word)), change, i);
     y_store(operand, word, bitcast<u32>(value));
 }
 
-fn add_half(operand: u32, at: u32, scale: f32, sum: f32) {
+fn change_half(operand: u32, at: u32, change: Change, i: u32) {
     let shift = 16u * (at & 1u);
     let old = (y_load(operand, at / 2u) >> shift) & 0xffffu;
-    y_flip(operand, at / 2u, (old ^ half_sum(old, scale, sum)) << shift);
+    y_flip(operand, at / 2u, (old ^ changed_half(old, change, i)) << shift);
 }
 
-// Adds `scale * sums` to outputs `n` and `n + 1` of `row`; to the first alone where it is the last one.
-fn add_outputs(site: SiteParams, row: u32, n: u32, scale: f32, sums: vec2<f32>) {
+// Changes outputs `n`, which is even, and `n + 1` of `row`; the first alone where it is the last one.
+fn change_outputs(site: SiteParams, pair: Pair, row: u32, n: u32, sums: vec2<f32>) {
+    let change = change_of(site, pair, envelope.params.row_first + row, n, sums);
     let operand = site.y_operand;
     let element = site.y_offset + row * site.y_stride + n;
     let both = n + 1u < site.out_features;
     if ACT == DTYPE_F32 {
         let word = origin(4u + operand) / 4u + element;
-        add_word(operand, word, scale, sums.x);
+        change_word(operand, word, change, 0u);
         if both {
-            add_word(operand, word + 1u, scale, sums.y);
+            change_word(operand, word + 1u, change, 1u);
         }
         return;
     }
     let at = origin(4u + operand) / 2u + element;
     if both && (at & 1u) == 0u {
         let old = y_load(operand, at / 2u);
-        let lo = half_sum(old & 0xffffu, scale, sums.x);
-        let hi = half_sum(old >> 16u, scale, sums.y);
+        let lo = changed_half(old & 0xffffu, change, 0u);
+        let hi = changed_half(old >> 16u, change, 1u);
         y_store(operand, at / 2u, lo | (hi << 16u));
         return;
     }
-    add_half(operand, at, scale, sums.x);
+    change_half(operand, at, change, 0u);
     if both {
-        add_half(operand, at + 1u, scale, sums.y);
+        change_half(operand, at + 1u, change, 1u);
     }
 }
 

@@ -2,7 +2,7 @@
 //
 // A workgroup: one tile of up to SGMV_TILE_ROWS rows, SGMV_EXPAND_OUTPUTS outputs, one site (z of the
 // grid). SGMV_DEPTH terms of the sums at a time pass through workgroup memory. A thread: one row, four
-// adjacent outputs.
+// adjacent outputs. Vectors behind B change y as the contract says.
 
 // Threads on one row of the tile; each stages PART terms of it.
 const TEAM: u32 = THREADS / SGMV_TILE_ROWS;
@@ -28,7 +28,7 @@ fn sgmv_expand(
     }
     let tile = tile_at(item / parts);
     let site = envelope.params.site[group.z];
-    let pair = find_pair(site, tile.slot);
+    let pair = with_vectors(site, find_pair(site, tile.slot));
     let first = (item % parts) * SGMV_EXPAND_OUTPUTS;
     if pair.rank == 0u || first >= site.out_features {
         return;
@@ -73,12 +73,11 @@ fn sgmv_expand(
     if row == NO_ROW {
         return;
     }
-    let scale = pair.scale * row_scale(envelope.params.row_first + row);
     let n = first + 4u * member;
     if n < site.out_features {
-        add_outputs(site, row, n, scale, sums.xy);
+        change_outputs(site, pair, row, n, sums.xy);
     }
     if n + 2u < site.out_features {
-        add_outputs(site, row, n + 2u, scale, sums.zw);
+        change_outputs(site, pair, row, n + 2u, sums.zw);
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::backend::Caps;
-use crate::contract::{Kernel, Spec};
+use crate::contract::{Kernel, Spec, vector_len};
 use crate::dtype::DType;
 use crate::ops::Op;
 
@@ -100,6 +100,10 @@ pub struct Case {
     pub table_shift: u32,
     /// Whether x, y and z lie in one allocation.
     pub one_allocation: bool,
+    /// Whether some pairs have vectors behind B, others none.
+    pub vectors: bool,
+    /// Whether the expand's spans end 16 bytes before the vectors do: rows of pairs that have them keep their bits.
+    pub short_span: bool,
     /// Tables full of values that no pool would write; the rows concerned must keep their bits.
     pub hostile: bool,
 }
@@ -129,6 +133,8 @@ impl Default for Case {
             all_weights: false,
             table_shift: 0,
             one_allocation: false,
+            vectors: false,
+            short_span: false,
             hostile: false,
         }
     }
@@ -150,11 +156,24 @@ impl Case {
         self.max_rank.next_multiple_of(crate::contract::STRIDE_ALIGN)
     }
 
+    /// Bytes of a slot's A at a site.
+    pub fn a_bytes(&self) -> u64 {
+        u64::from(self.max_rank) * u64::from(self.a_stride()) * self.weight.size()
+    }
+
+    /// Bytes of a slot's B at a site, without vectors.
+    pub fn b_bytes(&self, site: usize) -> u64 {
+        u64::from(self.outs[site]) * u64::from(self.b_stride()) * self.weight.size()
+    }
+
+    /// Bytes of one vector behind a site's B; 0 where the case has none.
+    pub fn vector_bytes(&self, site: usize) -> u64 {
+        if self.vectors { 4 * vector_len(self.outs[site]) } else { 0 }
+    }
+
     /// Bytes of a slot in the weights.
     pub fn slot_bytes(&self) -> u64 {
-        let outs: u64 = self.outs.iter().map(|o| u64::from(*o)).sum();
-        let a = self.outs.len() as u64 * u64::from(self.max_rank) * u64::from(self.a_stride());
-        (a + outs * u64::from(self.b_stride())) * self.weight.size()
+        (0..self.outs.len()).map(|site| self.a_bytes() + self.b_bytes(site) + 2 * self.vector_bytes(site)).sum()
     }
 
     /// Why a device can't run it, if so: an operand larger than it binds, or operands that share memory
@@ -219,6 +238,8 @@ impl fmt::Display for Case {
             ("all_weights", self.all_weights),
             ("shared_y", self.shared_y),
             ("one_allocation", self.one_allocation),
+            ("vectors", self.vectors),
+            ("short_span", self.short_span),
             ("hostile", self.hostile),
         ];
         for (name, set) in flags {

@@ -41,6 +41,15 @@ pub fn smoke() -> Vec<Case> {
                 rows: 9,
                 shared_y: true,
                 shift: 1,
+                ..base.clone()
+            });
+            cases.push(Case {
+                outs: vec![37, 48],
+                rows: 19,
+                slots: 4,
+                row_scales: true,
+                shift: 1,
+                vectors: true,
                 ..base
             });
         }
@@ -50,7 +59,7 @@ pub fn smoke() -> Vec<Case> {
 
 /// The whole table of cases at the level of launches.
 pub fn all() -> Vec<Case> {
-    let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, splits, values, hostile];
+    let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, splits, values, vectors, hostile];
     groups.into_iter().flat_map(|group| group()).collect()
 }
 
@@ -270,6 +279,45 @@ fn values() -> Vec<Case> {
     cases
 }
 
+/// Pairs with and without vectors in one batch: any width, rank and stride, one to four sites, kept values too.
+fn vectors() -> Vec<Case> {
+    let base = Case {
+        values: Values::Real,
+        rows: 33,
+        slots: 7,
+        mix: Mix::Zipf,
+        ranks: Ranks::Mixed,
+        max_rank: 19,
+        nulls: true,
+        row_scales: true,
+        vectors: true,
+        ..Case::default()
+    };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for (act, weight) in types() {
+            let base = Case { op, act, weight, ..base.clone() };
+            cases.push(Case { outs: vec![131, 1, 48], in_features: 37, pad: 5, shift: 3, ..base.clone() });
+            cases.push(Case { values: Values::Grid, outs: vec![257, 34], shared_y: true, shift: 1, ..base.clone() });
+            for values in [Values::Subnormal, Values::Large, Values::NonFinite] {
+                cases.push(Case { values, outs: vec![53], row_scales: false, ..base.clone() });
+            }
+            cases.push(Case { outs: vec![37, 11], window: 3, chunk: 7, ..base.clone() });
+            cases.push(Case { outs: vec![37, 48], short_span: true, pad: 1, ..base.clone() });
+        }
+        for (i, width) in [1, 2, 3, 4, 5, 31, 80, 131, 895, 4864].into_iter().enumerate() {
+            for (rank, max_rank) in [(1, 1), (16, 16), (33, 70), (128, 128)] {
+                let (act, weight) = (DType::ALL[i % 3], DType::ALL[(i + rank as usize) % 3]);
+                let ranks = Ranks::All(rank);
+                cases.push(Case { op, act, weight, outs: vec![width], ranks, max_rank, rows: 9, ..base.clone() });
+                let types = Case { act: DType::Bf16, weight: DType::Bf16, ..base.clone() };
+                cases.push(Case { op, outs: vec![width], ranks, max_rank, rows: 17, ..types });
+            }
+        }
+    }
+    cases
+}
+
 /// Tables and batches that no pool would write: nothing crashes, and the rows concerned keep their bits.
 fn hostile() -> Vec<Case> {
     let slots = 15;
@@ -278,17 +326,20 @@ fn hostile() -> Vec<Case> {
     let mut cases = Vec::new();
     for op in Op::ALL {
         for (act, weight) in types() {
-            cases.push(Case {
-                op,
-                act,
-                weight,
-                rows: 2 * rows.len() as u32 + 1,
-                slots: slots as u32,
-                mix: Mix::These(rows.clone()),
-                outs: vec![37, 48],
-                hostile: true,
-                ..Case::default()
-            });
+            for vectors in [false, true] {
+                cases.push(Case {
+                    op,
+                    act,
+                    weight,
+                    rows: 2 * rows.len() as u32 + 1,
+                    slots: slots as u32,
+                    mix: Mix::These(rows.clone()),
+                    outs: vec![37, 48],
+                    hostile: true,
+                    vectors,
+                    ..Case::default()
+                });
+            }
         }
     }
     cases

@@ -52,6 +52,15 @@ pub struct HostPair {
     pub rank: u32,
     /// The site's scale in this slot.
     pub scale: f32,
+    /// `gain[out_features]` and `offset[out_features]`
+    pub vectors: Option<[Vec<f32>; 2]>,
+}
+
+impl HostPair {
+    /// Its vectors as the oracle takes them.
+    pub fn vectors(&self) -> Option<[&[f32]; 2]> {
+        self.vectors.as_ref().map(|[gain, offset]| [&gain[..], &offset[..]])
+    }
 }
 
 /// How a table says that a slot has no pair at a site.
@@ -273,7 +282,12 @@ fn pair(case: &Case, slot: u32, site: u32, dice: &mut Dice) -> Result<HostPair, 
         Values::Grid => [2.0, 0.5, -1.0, 1.0][(kind % 4) as usize],
         _ => [2.0, 0.3, -1.0, 4.0 / 3.0][(kind % 4) as usize],
     };
-    Ok(HostPair { a, b, rank, scale })
+    let vectors = (case.vectors && kind % 3 != 2).then(|| {
+        let out = case.outs[site as usize];
+        let mut vector = |part: Part| (0..out).map(|_| element(case.values, part, case, dice)).collect();
+        [vector(Part::Gain), vector(Part::Offset)]
+    });
+    Ok(HostPair { a, b, rank, scale, vectors })
 }
 
 fn row_scale(case: &Case, dice: &mut Dice) -> f32 {
@@ -290,23 +304,37 @@ enum Part {
     B,
     X,
     Y,
+    Gain,
+    Offset,
 }
 
 /// Values::Grid: z is a multiple of this.
 pub const Z_UNIT: f64 = 1.0 / 8.0;
 /// Values::Grid: y is a multiple of this, with every scale applied.
 pub const Y_UNIT: f64 = 1.0 / 64.0;
+/// Values::Grid: the same of pairs with vectors.
+pub const SHAPED_UNIT: f64 = Y_UNIT / 2.0;
 
 fn element(values: Values, part: Part, case: &Case, dice: &mut Dice) -> f32 {
-    let typed = if matches!(part, Part::X | Part::Y) { case.act } else { case.weight };
+    if part == Part::Gain {
+        // One in four is 1, which has an arithmetic of its own; of the large values no product may overflow.
+        return match (values, dice.below(4)) {
+            (_, 0) => 1.0,
+            (Values::Grid, _) => dice.whole(4) / 2.0,
+            (Values::Large, _) => 1.0 + dice.unit() / 4.0,
+            _ => dice.unit() * 3.0,
+        };
+    }
+    let typed = if matches!(part, Part::A | Part::B) { case.weight } else { case.act };
     match values {
         Values::Grid => match part {
             Part::A | Part::B => dice.whole(2) / 2.0,
             Part::X => dice.whole(4) / 4.0,
-            Part::Y => dice.whole(127) / 16.0,
+            Part::Offset => dice.whole(32) / 8.0,
+            _ => dice.whole(127) / 16.0,
         },
         Values::Real | Values::NonFinite => match part {
-            Part::Y => dice.unit() * 4.0,
+            Part::Y | Part::Offset => dice.unit() * 4.0,
             _ => dice.unit(),
         },
         Values::Subnormal => {
@@ -329,7 +357,8 @@ fn element(values: Values, part: Part, case: &Case, dice: &mut Dice) -> f32 {
                 // others share f32's range with the accumulators, whose partial sums must not overflow.
                 Part::X if case.act == DType::F16 => dice.unit() * largest / widths.sqrt(),
                 Part::X => dice.unit() * (largest / 8.0 / widths),
-                Part::Y => dice.unit() * largest * 0.99,
+                Part::Offset => dice.unit() * largest / 16.0,
+                _ => dice.unit() * largest * 0.99,
             }
         }
     }

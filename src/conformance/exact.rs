@@ -18,7 +18,7 @@ use crate::ops::Op;
 /// A property: its name, and what it checks on a case.
 type Property = (&'static str, fn(&dyn GpuBackend, &Case) -> Result<Check>);
 
-const PROPERTIES: [Property; 9] = [
+const PROPERTIES: [Property; 10] = [
     ("row alone = row in a batch", alone),
     ("any order of rows", shuffled),
     ("any slot", any_slot),
@@ -28,6 +28,7 @@ const PROPERTIES: [Property; 9] = [
     ("rows and slots in parts", in_parts),
     ("graph = eager, every time", graph),
     ("graph with another batch", graph_with_other_batches),
+    ("a gain of 1 leaves an infinite y", infinite_y),
 ];
 
 /// Every property, for both ops and each type.
@@ -51,6 +52,7 @@ pub fn trials() -> Vec<Trial> {
                         values: Values::Real,
                         row_scales: true,
                         nulls: true,
+                        vectors: true,
                         ..Case::default()
                     };
                     let run = move |backend: &dyn GpuBackend| check(backend, &case).map(Outcome::Checked);
@@ -185,6 +187,30 @@ fn in_parts(backend: &dyn GpuBackend, case: &Case) -> Result<Check> {
     let mut check = Check::default();
     for (chunk, window) in [(1, 0), (5, 0), (16, 0), (0, 1), (0, 3), (7, 2)] {
         whole.all_same(&Done::new(backend, &Case { chunk, window, ..case.clone() }, data.clone())?, &mut check);
+    }
+    Ok(check)
+}
+
+/// Without anything to add, y keeps its bits: a gain of 1 has no product with it.
+fn infinite_y(backend: &dyn GpuBackend, case: &Case) -> Result<Check> {
+    let mut data = Data::new(case);
+    data.x.fill(0.0);
+    for pair in data.pairs.iter_mut().flatten().flatten() {
+        pair.vectors = pair.vectors.take().map(|[gain, offset]| [vec![1.0; gain.len()], vec![0.0; offset.len()]]);
+    }
+    for y in &mut data.y {
+        let values = [f32::INFINITY, 1.0, f32::NEG_INFINITY, -2.5].into_iter().cycle();
+        let values: Vec<f32> = values.take(y.len() / case.act.size() as usize).collect();
+        y.clear();
+        case.act.encode(&values, y);
+    }
+    let done = Done::new(backend, case, data.clone())?;
+    let mut check = Check::default();
+    for (site, out) in case.outs.iter().enumerate() {
+        let width = (u64::from(*out) * case.act.size()) as usize;
+        for (row, want) in data.y[site].chunks(width).enumerate() {
+            check.bits(&format!("y of site {site}"), row, case.act, want, done.rig.row(&done.outputs, row, site).1);
+        }
     }
     Ok(check)
 }

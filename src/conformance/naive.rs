@@ -8,7 +8,7 @@ use super::*;
 use crate::backend::{
     Caps, DeviceClass, Encoder, Graph, Launch, Pipeline, Record, Ticket, WeightLayout, check_copy, check_write,
 };
-use crate::contract::{Kernel, Params, RowRef, Spec, Tile};
+use crate::contract::{Kernel, Params, RANK_MASK, RANK_VECTORS, RowRef, Spec, Tile, vector_len};
 use crate::dtype::DType;
 use crate::memory::{Allocation, DevicePtr, Region};
 
@@ -36,6 +36,11 @@ enum Fault {
     IdWraps,
     LogitsAdded,
     ReplacedRowsScaled,
+    VectorsIgnored,
+    VectorsPastSpan,
+    OffsetNotByRow,
+    GainOfYAlone,
+    GainMinusOneOfInfinity,
 }
 
 #[derive(Debug)]
@@ -220,8 +225,9 @@ fn kernel(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
             let s = slot as usize;
             let t = |at: u32, i: usize| words[1][at as usize + i];
             let cell = u64::from(t(site.cells, 2 * s)) | u64::from(t(site.cells, 2 * s + 1)) << 32;
+            let word = t(site.ranks, s);
             let (mut rank, scale) =
-                (t(site.ranks, s), f32::from_bits(t(site.scales, if fault == Fault::ScaleOfSlotZero { 0 } else { s })));
+                (word & RANK_MASK, f32::from_bits(t(site.scales, if fault == Fault::ScaleOfSlotZero { 0 } else { s })));
             let over = cell
                 .checked_sub(address)
                 .is_none_or(|at| at.checked_add(u64::from(site.span) * 4).is_none_or(|end| end > weights_len));
@@ -239,6 +245,17 @@ fn kernel(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
             if fault == Fault::RankRoundedUp {
                 rank = rank.next_multiple_of(8).min(p.max_rank);
             }
+            let b_bytes = u64::from(site.out_features) * u64::from(p.b_stride) * spec.weight.size();
+            let vector_bytes = 4 * vector_len(site.out_features);
+            let shaped = expand && word & RANK_VECTORS != 0 && fault != Fault::VectorsIgnored;
+            let past = b_bytes + 2 * vector_bytes > 4 * u64::from(site.span);
+            if shaped && past && fault != Fault::VectorsPastSpan {
+                continue;
+            }
+            let vector = |i: u64, n: u32| {
+                let at = cell - address + b_bytes + i * vector_bytes + 4 * u64::from(n);
+                bytes(&operands[2].slice(at, 4).unwrap(), |b| DType::F32.decode(b))[0]
+            };
             let matrix = |row: u32, stride: u32, width: u32| {
                 let at = cell - address + u64::from(row) * u64::from(stride) * spec.weight.size();
                 let region = operands[2].slice(at, u64::from(width) * spec.weight.size()).unwrap();
@@ -275,7 +292,19 @@ fn kernel(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
                 for n in 0..site.out_features + extra {
                     let Ok(element) = y.slice((at + u64::from(n)) * size, size) else { continue };
                     let b = if n < site.out_features { matrix(n, p.b_stride, rank) } else { vec![1.0; rank as usize] };
-                    let mut delta = scale * row_scale * b.iter().zip(&z).map(|(b, z)| b * z).sum::<f32>();
+                    let sum = b.iter().zip(&z).map(|(b, z)| b * z).sum::<f32>();
+                    let mut delta = scale * row_scale * sum;
+                    if shaped && n < site.out_features {
+                        let (gain, offset) = (vector(0, n), vector(1, n));
+                        let y = bytes(&element, |b| spec.act.decode(b))[0];
+                        let plain = gain == 1.0 && fault != Fault::GainMinusOneOfInfinity;
+                        let of_y = if plain { 0.0 } else { (gain - 1.0) * y };
+                        let of_sum = if fault == Fault::GainOfYAlone { scale } else { scale * gain } * sum;
+                        delta = match fault {
+                            Fault::OffsetNotByRow => row_scale * (of_y + of_sum) + offset,
+                            _ => row_scale * (of_y + offset + of_sum),
+                        };
+                    }
                     if fault == Fault::RoundedTwice {
                         delta = spec.act.round(delta);
                     }
@@ -397,6 +426,9 @@ fn the_smoke_cases_find_each_way_of_computing_wrong() {
         Fault::WritesPadding,
         Fault::SiteOffsetIgnored,
         Fault::NeighbourLost,
+        Fault::VectorsIgnored,
+        Fault::OffsetNotByRow,
+        Fault::GainOfYAlone,
     ] {
         let report = smoke(&Naive::new(fault));
         assert!(!report.passed(), "{fault:?} went unnoticed");
@@ -417,6 +449,8 @@ fn the_whole_suite_passes_on_loops_and_finds_what_the_smoke_cases_can_not() {
     for (fault, part) in [
         (Fault::LargeWindow, "window="),
         (Fault::TablesTrusted, "hostile"),
+        (Fault::VectorsPastSpan, "short_span"),
+        (Fault::GainMinusOneOfInfinity, "gain of 1"),
         (Fault::SumDependsOnSlot, "any slot"),
         (Fault::SumDependsOnRows, "row alone"),
         (Fault::OverlayOfSlotZero, "overlay_embed["),

@@ -6,9 +6,16 @@
 //! (k + rank + 3) * 2^-24 * (|y| + |scale| * sum_r |B[n][r]| * sum_k |A[r][k]| |x[k]|)  +  one ulp of y's type
 //! ```
 //!
-//! with `k` = in_features. Every f32 operation errs by at most 2^-24 of its result; a product that
+//! with `k` = in_features; of a pair with vectors
+//!
+//! ```text
+//! (k + rank + 6) * 2^-24 * (|y| + |row_scale| * (|gain - 1| |y| + |offset| + |site_scale * gain| * sum_r ...))  +  one ulp
+//! ```
+//!
+//! Every f32 operation errs by at most 2^-24 of its result; a product that
 //! reaches y passes through at most k roundings in z, rank in the sum over B, and three after it (the
-//! product of the scales, the product with it, the addition to y), in any order of summation. The
+//! product of the scales, the product with it, the addition to y), in any order of summation; with vectors six (two
+//! products, the sums with offset, old y's part and y, and the row's scale; old y's part itself passes six). The
 //! rounding to y's type is the ulp. A last term, below 1e-37 for ordinary values, allows for arithmetic
 //! that flushes subnormals to zero, as WGSL permits.
 
@@ -98,8 +105,25 @@ impl<'a> Oracle<'a> {
     /// `scale`: the product of the site's and the row's. `unit`: y and all products scale*B*A*x are
     /// whole multiples of it, which makes sums of up to 2^24 units exact and leaves one rounding.
     pub fn expand(&self, y: &[f32], scale: f64, act: DType, unit: Option<f64>) -> Expected {
+        self.expand_shaped(y, [scale, 1.0], None, act, unit)
+    }
+
+    /// `y + row_scale * ((gain - 1) * y + offset + site_scale * gain * B z)` as an expand must leave it in `act`.
+    ///
+    /// `scales`: the site's and the row's. `vectors`: `gain[out_features]` and `offset[out_features]`; none: as
+    /// [`Oracle::expand`]. `unit`: y, the products of a row's scale with y's part and the offset, and all products
+    /// row_scale*site_scale*gain*B*A*x are whole multiples of it.
+    pub fn expand_shaped(
+        &self,
+        y: &[f32],
+        scales: [f64; 2],
+        vectors: Option<[&[f32]; 2]>,
+        act: DType,
+        unit: Option<f64>,
+    ) -> Expected {
         let mut out = Expected::default();
-        let roundings = (self.pair.in_features + self.pair.rank + 3) as f64;
+        let [site_scale, row_scale] = scales;
+        let roundings = (self.pair.in_features + self.pair.rank + if vectors.is_some() { 6 } else { 3 }) as f64;
         for (n, y) in y[..self.pair.out_features].iter().enumerate() {
             let (mut sum, mut absolute, mut flushed) = (0.0, 0.0, 0.0);
             for (r, b) in self.pair.b[n * self.pair.rank..(n + 1) * self.pair.rank].iter().enumerate() {
@@ -108,9 +132,18 @@ impl<'a> Oracle<'a> {
                 absolute += b.abs() * self.terms[r];
                 flushed += b.abs() * (self.flushed[r] + TINY) + TINY * (self.terms[r] + 2.0);
             }
-            let terms = f64::from(*y).abs() + scale.abs() * absolute;
-            let slack = roundings * EPS * terms + scale.abs() * flushed + TINY * (absolute + 4.0);
-            out.push(f64::from(*y) + scale * sum, slack, terms, act, unit);
+            let y = f64::from(*y);
+            let [gain, offset] = vectors.map_or([1.0, 0.0], |v| v.map(|values| f64::from(values[n])));
+            let scale = site_scale * gain * row_scale;
+            // A gain of 1 has no part in y: 0 of an infinity would be NaN.
+            let of_y = if gain == 1.0 { 0.0 } else { (gain - 1.0) * y };
+            let change = row_scale * (of_y + offset);
+            let terms = y.abs() + row_scale.abs() * (of_y.abs() + offset.abs()) + scale.abs() * absolute;
+            let mut slack = roundings * EPS * terms + scale.abs() * flushed + TINY * (absolute + 4.0);
+            if vectors.is_some() {
+                slack += TINY * row_scale.abs() * ((gain - 1.0).abs() + absolute + 4.0);
+            }
+            out.push(y + change + scale * sum, slack, terms, act, unit);
         }
         out
     }
@@ -286,6 +319,17 @@ mod tests {
             let stated = 7.0 * EPS * terms[n] + DType::F32.ulp(y.want[n]);
             assert!((bound - stated).abs() < 1e-30, "{bound} {stated}");
         }
+    }
+
+    #[test]
+    fn a_shaped_row_worked_out_by_hand_has_its_value_and_its_bound() {
+        let oracle = Oracle::new(PAIR, &[2.0, -4.0]);
+        let vectors = Some([&[1.0, 0.5, -2.0][..], &[3.0, 0.0, -1.0][..]]);
+        let y = oracle.expand_shaped(&[f32::INFINITY, 4.0, -3.0], [0.5, 2.0], vectors, DType::F32, None);
+        // B z is 2, -44, -65.5.
+        assert_eq!(y.want, [f64::INFINITY, 4.0 + 2.0 * (-2.0 - 11.0), -3.0 + 2.0 * (9.0 - 1.0 + 65.5)]);
+        let terms = 4.0 + 2.0 * (2.0 + 0.5 * 0.5 * 52.0);
+        assert!((y.bound[1] - (10.0 * EPS * terms + DType::F32.ulp(y.want[1]))).abs() < 1e-30);
     }
 
     #[test]

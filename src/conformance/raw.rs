@@ -6,11 +6,11 @@
 //! of finite values of the data's size, since a stray `+=` on a NaN would leave a NaN.
 
 use super::case::{Case, Values, kernels};
-use super::data::{Absent, Data, Dice, Y_UNIT, Z_UNIT};
+use super::data::{Absent, Data, Dice, SHAPED_UNIT, Y_UNIT, Z_UNIT};
 use super::operand::Operand;
 use super::oracle::{Check, Mismatch, Oracle};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
-use crate::contract::{MAX_SITES, Params, RowRef, SiteParams};
+use crate::contract::{MAX_SITES, Params, RANK_VECTORS, RowRef, SiteParams};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Region;
@@ -251,16 +251,19 @@ impl<'b> Rig<'b> {
             max_out: case.outs.iter().max().copied().unwrap_or(0),
             ..Params::default()
         };
-        let words = |elements: u64| (elements * case.weight.size() / 4) as u32;
-        let site =
-            |site: usize, cells: u32, span: u64| SiteParams { cells, span: words(span), ..self.sites[site].params };
+        let site = |site: usize, cells: u32, bytes: u64| SiteParams {
+            cells,
+            span: (bytes / 4) as u32,
+            ..self.sites[site].params
+        };
         for (i, tables) in self.sites.iter().enumerate() {
-            params.site[i] = site(i, tables.a_cells, u64::from(case.max_rank) * u64::from(case.a_stride()));
+            params.site[i] = site(i, tables.a_cells, case.a_bytes());
         }
         let operands = [batch.clone(), tables.clone(), weights.clone(), x, z.clone()];
         encoder.launch(&[Launch::new(&self.shrink, &operands, params)?])?;
         for (i, tables) in self.sites.iter().enumerate() {
-            params.site[i] = site(i, tables.b_cells, u64::from(case.outs[i]) * u64::from(case.b_stride()));
+            let short = if case.short_span { 16 } else { 0 };
+            params.site[i] = site(i, tables.b_cells, case.b_bytes(i) + 2 * case.vector_bytes(i) - short);
         }
         let mut operands = vec![batch, tables, weights, z];
         for y in &self.y {
@@ -298,9 +301,9 @@ impl<'b> Rig<'b> {
     pub fn check(&self, outputs: &Outputs) -> Result<Check> {
         let (case, data) = (&self.case, &self.data);
         let mut check = Check::default();
-        let (z_unit, y_unit) = match case.values {
-            Values::Grid => (Some(Z_UNIT), Some(Y_UNIT)),
-            _ => (None, None),
+        let [z_unit, y_unit, shaped_unit] = match case.values {
+            Values::Grid => [Z_UNIT, Y_UNIT, SHAPED_UNIT].map(Some),
+            _ => [None; 3],
         };
         let (mut kept_z, mut kept_y) = (self.z.image.clone(), Vec::new());
         kept_y.extend(self.y.iter().map(|y| y.image.clone()));
@@ -319,10 +322,15 @@ impl<'b> Rig<'b> {
                 check.row(&z_name, row, DType::F32, &oracle.shrink(z_unit), &got);
                 kept_z[range.clone()].copy_from_slice(&outputs.z[range]);
 
+                if case.short_span && pair.vectors.is_some() {
+                    check.elements += out;
+                    continue;
+                }
                 let range = y.range(row, tables.params.y_offset.into(), out);
                 let before = case.act.decode(&y.image[range.clone()]);
-                let scale = f64::from(pair.scale) * f64::from(data.row_scales[row]);
-                let expected = oracle.expand(&before, scale, case.act, y_unit);
+                let scales = [pair.scale, data.row_scales[row]].map(f64::from);
+                let unit = if pair.vectors.is_some() { shaped_unit } else { y_unit };
+                let expected = oracle.expand_shaped(&before, scales, pair.vectors(), case.act, unit);
                 check.row(&y_name, row, case.act, &expected, &case.act.decode(&outputs.y[operand][range.clone()]));
                 kept_y[operand][range.clone()].copy_from_slice(&outputs.y[operand][range]);
             }
@@ -362,26 +370,32 @@ fn batch(data: &Data) -> (Vec<u8>, u32) {
     (bytes, tiles_at)
 }
 
-/// The weights operand: slot after slot, A then B of each site; NaN wherever no pair has an element.
+/// The weights operand: slot after slot, A, B and vectors of each site; NaN wherever no pair has an element.
 fn weights(case: &Case, data: &Data) -> Vec<u8> {
     let (mut nan, size) = (Vec::new(), case.weight.size() as usize);
     case.weight.encode(&[f32::NAN], &mut nan);
     let mut bytes = nan.repeat((u64::from(case.slots) * case.slot_bytes()) as usize / size);
     let mut row = Vec::new();
-    let mut at = 0;
-    let mut matrix = |values: Option<&[f32]>, width: u32, rows: u32, stride: u32| {
+    let mut matrix = |bytes: &mut [u8], values: Option<&[f32]>, width: u32, stride: u32| {
         for (i, values) in values.unwrap_or_default().chunks(width.max(1) as usize).enumerate() {
             row.clear();
             case.weight.encode(values, &mut row);
-            bytes[at + i * stride as usize * size..][..row.len()].copy_from_slice(&row);
+            bytes[i * stride as usize * size..][..row.len()].copy_from_slice(&row);
         }
-        at += rows as usize * stride as usize * size;
     };
+    let mut rest = &mut bytes[..];
     for slot in &data.pairs {
         for (site, pair) in slot.iter().enumerate() {
             let pair = pair.as_ref().ok();
-            matrix(pair.map(|p| &p.a[..]), case.in_features, case.max_rank, case.a_stride());
-            matrix(pair.map(|p| &p.b[..]), pair.map_or(1, |p| p.rank), case.outs[site], case.b_stride());
+            let mut part = |len: u64| rest.split_off_mut(..len as usize).unwrap_or_default();
+            matrix(part(case.a_bytes()), pair.map(|p| &p.a[..]), case.in_features, case.a_stride());
+            matrix(part(case.b_bytes(site)), pair.map(|p| &p.b[..]), pair.map_or(1, |p| p.rank), case.b_stride());
+            let vectors = pair.and_then(|p| p.vectors());
+            for values in [0, 1].map(|i| vectors.map_or(&[][..], |v| v[i])) {
+                let vector = part(case.vector_bytes(site));
+                vector.chunks_mut(4).for_each(|e| e.copy_from_slice(&f32::NAN.to_le_bytes()));
+                vector[..4 * values.len()].copy_from_slice(bytemuck::cast_slice(values));
+            }
         }
     }
     bytes
@@ -397,28 +411,29 @@ fn tables(case: &Case, data: &Data, weights: u64, weights_len: u64) -> (Vec<u32>
         words.resize(at + len, 0);
         at
     };
-    let (a_stride, b_stride) = (u64::from(case.a_stride()), u64::from(case.b_stride()));
     let mut sites: Vec<Tables> = Vec::new();
     let mut offset = 0;
     for site in 0..case.outs.len() {
-        let a_bytes = u64::from(case.max_rank) * a_stride * case.weight.size();
-        let b_bytes = u64::from(case.outs[site]) * b_stride * case.weight.size();
+        let a_bytes = case.a_bytes();
+        let b_bytes = case.b_bytes(site) + 2 * case.vector_bytes(site);
         let [a, b] = [array(&mut words, 2 * slots), array(&mut words, 2 * slots)];
         let [ranks, scales] = [array(&mut words, slots), array(&mut words, slots)];
         for slot in 0..slots {
             let address = weights + slot as u64 * case.slot_bytes() + offset;
             let (mut cells, mut rank, mut scale) = ([address, address + a_bytes], 1, 1.0);
             match &data.pairs[slot][site] {
-                Ok(pair) => (rank, scale) = (pair.rank, pair.scale),
+                Ok(pair) => {
+                    (rank, scale) = (pair.rank | if pair.vectors.is_some() { RANK_VECTORS } else { 0 }, pair.scale)
+                }
                 Err(Absent::Vacant) => (cells, rank, scale) = ([0, 0], 0, 0.0),
                 Err(Absent::NoCell) => cells = [0, 0],
-                Err(Absent::NoRank) => rank = 0,
+                Err(Absent::NoRank) => rank = if case.vectors { RANK_VECTORS } else { 0 },
                 Err(Absent::Below) => cells = [weights - 16; 2],
                 Err(Absent::Over) => cells = [a_bytes, b_bytes].map(|bytes| weights + weights_len - bytes + 16),
                 Err(Absent::Beyond) => cells = [weights + weights_len; 2],
                 Err(Absent::Last) => cells = [u64::MAX - 15; 2],
                 Err(Absent::High) => cells = cells.map(|cell| cell ^ (1 << 32)),
-                Err(Absent::RankAbove) => rank = case.max_rank + 1,
+                Err(Absent::RankAbove) => rank = case.max_rank + 1 + if case.vectors { RANK_VECTORS } else { 0 },
                 Err(Absent::RankLast) => rank = u32::MAX,
             }
             for (at, cell) in [a, b].into_iter().zip(cells) {

@@ -75,11 +75,11 @@ block! {
     SiteParams {
         /// Word offset of the cell array: `slots` 8-byte addresses (low word first) of A in a shrink, of B in an expand; 0 = no delta.
         cells: u32,
-        /// Word offset of `slots` u32 true ranks, each with RANK_VECTORS above it where vectors lie behind B.
+        /// Word offset of `slots` u32 rank words: the true rank under RANK_MASK, and RANK_VECTORS where vectors lie behind B.
         ranks: u32,
         /// Word offset of `slots` f32 scales.
         scales: u32,
-        /// Words from a cell's address that its matrix may span: a cell that leaves less of the weights operand is skipped.
+        /// Words from a cell's address that its matrix and vectors may span: a cell that leaves less of the weights operand is skipped.
         span: u32,
         /// Number of outputs (rows of B).
         out_features: u32,

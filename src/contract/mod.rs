@@ -16,9 +16,12 @@
 //! y[row][n] += row.scale * ((gain[n] - 1) * y[row][n] + offset[n] + scales[site][slot] * gain[n] * sum_r ...)
 //! ```
 //!
-//! which serves DoRA (gain: magnitude over norm) and LoRA biases (gain 1). All arithmetic is f32; there are no floating-point
-//! atomics; each sum is taken in an order that depends on the site's shape alone, so a row has the
-//! same bits alone and in any batch, in any slot, at any `max_rank`.
+//! which serves DoRA (gain: magnitude over norm) and LoRA biases (gain 1). There `row.scale` scales the adapter's whole
+//! change: 0 leaves y, 1 is the adapter as it was trained, and nothing that the gain was made from is made again for
+//! what lies between. A gain of exactly 1 has no term in y, so that an infinite y stays one.
+//!
+//! All arithmetic is f32; there are no floating-point atomics; each sum is taken in an order that depends on the
+//! site's shape alone, so a row has the same bits alone and in any batch, in any slot, at any `max_rank`.
 
 mod block;
 mod check;
@@ -54,15 +57,25 @@ pub const SGMV_EXPAND_OUTPUTS: u32 = 32;
 pub const SGMV_DEPTH: u32 = 32;
 /// Largest rank that a pool may be set up for.
 pub const MAX_RANK: u32 = 512;
-/// Set in a slot's rank word at a site, above the rank: f32 `gain[out_features]` and then f32
-/// `offset[out_features]` lie behind B's last row.
+/// The part of a slot's rank word at a site that is its rank.
+pub const RANK_MASK: u32 = 0xffff;
+/// Set in a slot's rank word at a site, above the rank: two f32 vectors, `gain[out_features]` and then
+/// `offset[out_features]`, lie behind B's `out_features` rows of the launch's stride, each padded to [`vector_len`].
+/// Where they don't fit a site's span, its rows are skipped.
 pub const RANK_VECTORS: u32 = 1 << 16;
 /// Largest number of token rows that an overlay may be set up for: what a rank word holds below [`RANK_VECTORS`].
 pub const MAX_TOKEN_ROWS: u32 = 65_535;
 /// overlay_logits: token rows of a slot that a workgroup takes for its row, `THREADS / OVERLAY_ROWS` lanes each.
 pub const OVERLAY_ROWS: u32 = 4;
+/// Vectors behind B are padded to multiples of this many f32: each begins at a multiple of 16 bytes, as matrices do.
+pub const VECTOR_ALIGN: u32 = 4;
 /// A's and B's row strides are multiples of this many elements: 16 bytes in the 2-byte types.
 pub const STRIDE_ALIGN: u32 = 8;
+
+/// f32 from the start of one vector behind B to the end of its padding.
+pub const fn vector_len(out_features: u32) -> u64 {
+    (out_features as u64).next_multiple_of(VECTOR_ALIGN as u64)
+}
 
 /// What a kernel may do with an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -79,7 +79,7 @@ impl Language {
 
 const BLOCKS: [Block; 5] = [RowRef::BLOCK, Tile::BLOCK, Pack::BLOCK, SiteParams::BLOCK, Params::BLOCK];
 
-const CONSTANTS: [(&str, u32); 14] = [
+const CONSTANTS: [(&str, u32); 16] = [
     ("MAX_SITES", MAX_SITES as u32),
     ("MAX_OPERANDS", MAX_OPERANDS as u32),
     ("THREADS", THREADS),
@@ -91,9 +91,11 @@ const CONSTANTS: [(&str, u32); 14] = [
     ("SGMV_EXPAND_OUTPUTS", SGMV_EXPAND_OUTPUTS),
     ("SGMV_DEPTH", SGMV_DEPTH),
     ("MAX_RANK", MAX_RANK),
+    ("RANK_MASK", RANK_MASK),
     ("RANK_VECTORS", RANK_VECTORS),
     ("MAX_TOKEN_ROWS", MAX_TOKEN_ROWS),
     ("OVERLAY_ROWS", OVERLAY_ROWS),
+    ("VECTOR_ALIGN", VECTOR_ALIGN),
 ];
 
 /// The prelude in `language`: constants, dtype codes, kernel operand lists (as comments) and blocks.

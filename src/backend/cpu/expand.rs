@@ -52,12 +52,22 @@ impl Expand<'_> {
             let shape = [count, stride, job.rank];
             simd::pack(kernel.spec.weight, &job.matrix[start * stride * b_size..end * b_size], shape, &mut b);
             for (i, (row, z)) in rows.iter_mut().zip(z.chunks(chunks)).enumerate() {
-                let scale = job.scale * self.launched.row(job.run.row + i).scale;
+                let row_scale = self.launched.row(job.run.row + i).scale;
                 let y = &mut row[(start - outputs.start) * y_size..][..count * y_size];
                 let mut sums = simd::project(simd, &b, z);
                 let mut buffer = [0.0; OUTPUTS];
-                for (sum, y) in sums.iter_mut().zip(simd::widen(act, y, &mut buffer)) {
-                    *sum = y + scale * *sum;
+                let old = simd::widen(act, y, &mut buffer);
+                match job.vectors {
+                    Some(vectors) => {
+                        let vectors = vectors.map(|values| &values[start..start + count]);
+                        simd::shape(&mut sums, old, vectors, [job.scale, row_scale]);
+                    }
+                    None => {
+                        let scale = job.scale * row_scale;
+                        for (sum, y) in sums.iter_mut().zip(old) {
+                            *sum = y + scale * *sum;
+                        }
+                    }
                 }
                 simd::narrow(act, &sums[..count], y);
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::module::Launched;
-use crate::contract::{SGMV_TILE_ROWS, SiteParams};
+use crate::contract::{RANK_MASK, RANK_VECTORS, SGMV_TILE_ROWS, SiteParams, vector_len};
 
 /// Most rows in a run.
 pub(super) const RUN_ROWS: usize = SGMV_TILE_ROWS as usize;
@@ -27,6 +27,8 @@ pub(super) struct Job<'a> {
     pub(super) rank: usize,
     /// The slot's scale at this site.
     pub(super) scale: f32,
+    /// Of an expand: the slot's gains and offsets behind B, one an output.
+    pub(super) vectors: Option<[&'a [f32]; 2]>,
 }
 
 impl<'a> Job<'a> {
@@ -34,7 +36,8 @@ impl<'a> Job<'a> {
     pub(super) fn resolve(launched: &Launched<'a>, site: &SiteParams, run: Run) -> Option<Self> {
         let table = |at: u32, i: usize| launched.tables.get(at as usize + i).copied();
         let cell = u64::from(table(site.cells, 2 * run.slot)?) | u64::from(table(site.cells, 2 * run.slot + 1)?) << 32;
-        let rank = table(site.ranks, run.slot)?;
+        let word = table(site.ranks, run.slot)?;
+        let rank = word & RANK_MASK;
         if cell == 0 || rank == 0 || rank > launched.params.max_rank {
             return None;
         }
@@ -54,7 +57,26 @@ impl<'a> Job<'a> {
         let len = ((rows.checked_sub(1)? * stride + width) as u64).checked_mul(size)?;
         let matrix = weights.get(offset as usize..usize::try_from(offset.checked_add(len)?).ok()?)?;
         let scale = f32::from_bits(table(site.scales, run.slot)?);
-        cell.is_multiple_of(size).then_some(Self { run, matrix, rank, scale })
+        let vectors = match word & RANK_VECTORS != 0 && launched.kernel.kernel.is_expand() {
+            true => Some(Self::vectors(launched, site, &weights[offset as usize..])?),
+            false => None,
+        };
+        cell.is_multiple_of(size).then_some(Self { run, matrix, rank, scale, vectors })
+    }
+
+    /// Gains and offsets behind a B that begins where `weights` does; `None` where the site's span doesn't hold them.
+    fn vectors(launched: &Launched<'a>, site: &SiteParams, weights: &'a [u8]) -> Option<[&'a [f32]; 2]> {
+        let row = u64::from(launched.params.b_stride) * launched.kernel.spec.weight.size();
+        let matrix = u64::from(site.out_features).checked_mul(row)?;
+        let len = vector_len(site.out_features) * 4;
+        if matrix.checked_add(2 * len)? > u64::from(site.span) * 4 {
+            return None;
+        }
+        let at = |start: u64| {
+            let bytes = weights.get(start as usize..(start + 4 * u64::from(site.out_features)) as usize)?;
+            bytemuck::try_cast_slice(bytes).ok()
+        };
+        Some([at(matrix)?, at(matrix + len)?])
     }
 }
 

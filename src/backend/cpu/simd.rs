@@ -198,6 +198,16 @@ pub(super) fn project<S: Simd>(simd: S, b: &[Packed], z: &[[f32; CHUNK]]) -> [f3
     out
 }
 
+/// Turns each of `sums` into what a row with vectors makes of `y`: `y + row_scale * ((gain - 1) * y + offset +
+/// site_scale * gain * sum)`, without the term in y where the gain is 1.
+#[inline(always)]
+pub(super) fn shape(sums: &mut [f32], y: &[f32], [gain, offset]: [&[f32]; 2], [site_scale, row_scale]: [f32; 2]) {
+    for (((sum, y), gain), offset) in sums.iter_mut().zip(y).zip(gain).zip(offset) {
+        let of_y = if *gain == 1.0 { 0.0 } else { (gain - 1.0) * y };
+        *sum = y + row_scale * (of_y + (offset + site_scale * gain * *sum));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use fearless_simd::dispatch;
