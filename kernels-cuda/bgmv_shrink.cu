@@ -1,6 +1,6 @@
-// z[row][z_offset + r] = sum_k A[slot(row)][r][k] * x[row][k], for r < rank: decode, every row by itself.
+// z[row][z_offset + r] = sum_k A[slot(row)][r][k] * x[x_row(row)][k], for r < rank: decode, every row by itself.
 //
-//   x [rows][x_stride] act      A [rank][a_stride] weight      z [rows][z_stride] f32
+//   x [][x_stride] act      A [rank][a_stride] weight      z [rows][z_stride] f32
 //   block  row * ceil(max_rank / BGMV_SHRINK_RANKS) + part; a warp reduces one rank row of A
 //
 // Lane l adds the terms of columns 8l..8l+8, 8l+256..8l+264, ... in ascending order; the lanes' sums are added
@@ -26,18 +26,20 @@ DEVICE void bgmv_shrink(const u32* batch, const u32* tables, const unsigned char
 
     typedef typename Act::Bits X;
     typedef typename Weight::Bits W;
-    const X* x_row = reinterpret_cast<const X*>(x) + row * p.x_stride;
+    const u32 from = x_row(p, batch, (u32)row);
+    const u32 in_features = from == NO_ROW ? 0 : p.in_features;
+    const X* x_part = reinterpret_cast<const X*>(x) + (u64)(from == NO_ROW ? 0 : from) * p.x_stride;
     const W* a_row = reinterpret_cast<const W*>(weights + pair.offset) + (u64)rank * p.a_stride;
-    const bool x_wide = is_wide(x_row, 0);
+    const bool x_wide = is_wide(x_part, 0);
     const bool a_wide = is_wide(a_row, 0);
 
     float sum = 0.0f;
-    for (u64 k = lane * CHUNK; k < p.in_features; k += LANES * CHUNK) {
-        const u32 left = p.in_features - (u32)k;
+    for (u64 k = lane * CHUNK; k < in_features; k += LANES * CHUNK) {
+        const u32 left = in_features - (u32)k;
         const u32 count = left < CHUNK ? left : CHUNK;
         float a[CHUNK], b[CHUNK];
         load<Weight>(a_row + k, count, a_wide, a);
-        load<Act>(x_row + k, count, x_wide, b);
+        load<Act>(x_part + k, count, x_wide, b);
 #pragma unroll
         for (u32 i = 0; i < CHUNK; i++)
             if (i < count) sum = __fmaf_rn(a[i], b[i], sum);

@@ -1,4 +1,4 @@
-// What the four kernels share: element types, wide loads, the checks on table contents, and the entries.
+// What the kernels share: element types, wide loads, the checks on table contents, and the entries.
 //
 // Entries are `lorapool_<kernel>_<act>_<weight>`. Arguments: the address of each operand in the contract's
 // order (absent y operands are null), then Params by value. Blocks have THREADS threads, no dynamic shared
@@ -177,6 +177,16 @@ DEVICE Rows tile_rows(const Params& p, const u32* batch, u32 tile) {
 DEVICE long long row_of(const Params& p, const Rows& rows, u32 i) {
     const long long row = rows.first + i;
     return i < rows.count && row >= 0 && row < (long long)p.rows ? row : -1;
+}
+
+// No row of x.
+constexpr u32 NO_ROW = 0xffffffffu;
+
+// The row of x that row `row` of the launch reads; NO_ROW: zeros.
+DEVICE u32 x_row(const Params& p, const u32* batch, u32 row) {
+    if (p.x_rows_at == 0) return row;
+    const u32 named = batch[(u64)p.x_rows_at + p.row_first + row];
+    return named < p.x_rows ? named : NO_ROW;
 }
 
 // The row's own multiplier. `row` counts from row_first.

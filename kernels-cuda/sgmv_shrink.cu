@@ -1,6 +1,6 @@
-// z[row][z_offset + r] = sum_k A[slot(tile)][r][k] * x[row][k], for r < rank: prefill, rows in tiles of one slot.
+// z[row][z_offset + r] = sum_k A[slot(tile)][r][k] * x[x_row(row)][k], for r < rank: prefill, rows in tiles of one slot.
 //
-//   x [rows][x_stride] act      A [rank][a_stride] weight      z [rows][z_stride] f32
+//   x [][x_stride] act      A [rank][a_stride] weight      z [rows][z_stride] f32
 //   block  tile * ceil(max_rank / SGMV_SHRINK_RANKS) + part: SGMV_TILE_ROWS rows by SGMV_SHRINK_RANKS ranks
 //
 // x and A pass through shared memory SGMV_DEPTH columns at a time; each sum takes k in ascending order.
@@ -42,11 +42,12 @@ DEVICE void sgmv_shrink(const u32* batch, const u32* tables, const unsigned char
     const u32 item = threadIdx.x % (THREADS / 2);
     const u32 line = item / CHUNKS;
     const u32 chunk = item % CHUNKS;
-    const long long x_index = row_of(p, rows, line);
-    const X* x_row = reinterpret_cast<const X*>(x) + (x_index < 0 ? 0 : (u64)x_index * p.x_stride);
+    const long long x_line = loads_x && line < ROWS ? row_of(p, rows, line) : -1;
+    const u32 from = x_line < 0 ? NO_ROW : x_row(p, batch, (u32)x_line);
+    const X* x_from = reinterpret_cast<const X*>(x) + (u64)(from == NO_ROW ? 0 : from) * p.x_stride;
     const W* a_row = reinterpret_cast<const W*>(weights + pair.offset) + (u64)(rank_first + line) * p.a_stride;
-    const bool live = loads_x ? line < ROWS && x_index >= 0 : line < RANKS && rank_first + line < pair.rank;
-    const bool wide = loads_x ? is_wide(x_row, 0) : is_wide(a_row, 0);
+    const bool live = loads_x ? from != NO_ROW : line < RANKS && rank_first + line < pair.rank;
+    const bool wide = loads_x ? is_wide(x_from, 0) : is_wide(a_row, 0);
 
     const u32 row = threadIdx.x / LANES;
     const u32 lane = threadIdx.x % LANES;
@@ -59,7 +60,7 @@ DEVICE void sgmv_shrink(const u32* batch, const u32* tables, const unsigned char
         const u32 left = at < depth ? depth - at : 0;
         const u32 count = !live ? 0 : left < CHUNK ? left : CHUNK;
         float values[CHUNK];
-        if (loads_x) load<Act>(x_row + k + at, count, wide, values);
+        if (loads_x) load<Act>(x_from + k + at, count, wide, values);
         else load<Weight>(a_row + k + at, count, wide, values);
 #pragma unroll
         for (u32 i = 0; i < CHUNK; i++) {

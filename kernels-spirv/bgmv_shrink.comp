@@ -1,11 +1,11 @@
 #version 460
-// z[row][r] = sum_k A[slot(row)][r][k] * x[row][k]
+// z[row][r] = sum_k A[slot(row)][r][k] * x[x_row(row)][k]
 //
 // Grid: x (folded into x and y) = rows * ceil(max_rank / BGMV_SHRINK_RANKS), z = sites.
 // A workgroup takes one row and BGMV_SHRINK_RANKS ranks, 32 lanes each; lane l sums the pieces l, l + 32,
 // ... of eight terms of its row of A in order, then the lanes are added pairwise. The order depends on
 // in_features alone.
-// batch: RowRef[row_first + rows], tables: u32[], weights: bytes, x: ACT[rows][x_stride], z: f32[rows][z_stride]
+// batch: RowRef[row_first + rows], tables: u32[], weights: bytes, x: ACT[][x_stride], z: f32[rows][z_stride]
 
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
@@ -34,8 +34,9 @@ void main() {
     uint r = first_rank + thread / LANES;
     float sum = 0.0;
     if (r < adapter.rank) {
-        uint in_features = at.envelope.params.in_features;
-        uvec2 x = element_at(at.envelope.operand[3], row, at.envelope.params.x_stride, 0u, log2_size(ACT));
+        uint from = x_row(at, row);
+        uint in_features = from == NO_ROW ? 0u : at.envelope.params.in_features;
+        uvec2 x = element_at(at.envelope.operand[3], from, at.envelope.params.x_stride, 0u, log2_size(ACT));
         uvec2 a = weight_row(adapter.matrix, r, at.envelope.params.a_stride);
         uint eights = in_features / 8u;
         uint piece = lane;

@@ -1,4 +1,4 @@
-// What all four kernels share: 64-bit addresses as uvec2, the exact conversions, loads and stores.
+// What all kernels share: 64-bit addresses as uvec2, the exact conversions, loads and stores.
 //
 // Nothing optional is used: no 64-bit integers, 16-bit types, float atomics or subgroup operations, and no
 // pointer inside a struct, so that drivers without them (SwiftShader) run the same binary.
@@ -292,6 +292,20 @@ int row_slot(EnvelopeAt at, uint row) {
 // The row's own multiplier.
 float row_scale(EnvelopeAt at, uint row) {
     return f32_at(element_at(at.envelope.operand[0], row, 2u, 1u, 2u), 0u);
+}
+
+// No row.
+const uint NO_ROW = 0xffffffffu;
+
+// The row of x that row `row` of the launch reads; NO_ROW: zeros.
+uint x_row(EnvelopeAt at, uint row) {
+    uint x_rows_at = at.envelope.params.x_rows_at;
+    if (x_rows_at == 0u) {
+        return row;
+    }
+    uint batch_row = at.envelope.params.row_first + row;
+    uint named = Words(element_at(at.envelope.operand[0], batch_row, 1u, x_rows_at, 2u)).word[0];
+    return named < at.envelope.params.x_rows ? named : NO_ROW;
 }
 
 // ---- The one store of y ----

@@ -16,6 +16,8 @@ const uint RANK_VECTORS = 65536;
 const uint MAX_TOKEN_ROWS = 65535;
 const uint OVERLAY_ROWS = 4;
 const uint VECTOR_ALIGN = 4;
+const uint ROUTED_TOKENS = 1;
+const uint ROUTED_OFFSETS = 2;
 const uint DTYPE_F32 = 0;
 const uint DTYPE_F16 = 1;
 const uint DTYPE_BF16 = 2;
@@ -27,6 +29,7 @@ const uint DTYPE_BF16 = 2;
 // embed_shrink: batch, tables, weights, ids, z
 // overlay_embed: batch, tables, weights, ids, y0
 // overlay_logits: batch, tables, weights, x, y0
+// expert_rows: batch, experts, rows, tokens
 
 // A row of the batch: which adapter it has. `batch[row]` from word 0 on.
 struct RowRef {
@@ -132,18 +135,20 @@ struct Params {
     uint max_out;
     // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
     uint packs_at;
-    // Word offset in the batch operand of one u32 a row of the batch: the row of x that it reads (shrinks); 0: its own.
+    // Word offset in the batch operand (expert_rows: in rows) of one u32 a row of the batch: the row of x that it
+    // reads, counted from x's first; 0: its own.
     uint x_rows_at;
-    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one is skipped.
+    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one reads zeros. expert_rows: tokens
+    // of the batch.
     uint x_rows;
-    // Experts of the routed layer; 0: not routed.
+    // Experts of the routed layer (expert_rows).
     uint experts;
-    // Rows that one token has, each with an expert of its own; 0: tokens are named.
+    // Rows that one token has, each with an expert of its own (expert_rows).
     uint top_k;
-    // Entries of a table array that one adapter's slot takes where each of its experts has one.
+    // Entries of a table array from one adapter's slot to the next, where each expert has one (expert_rows).
     uint slot_stride;
-    // Unused.
-    uint reserved0;
+    // How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
+    uint routed;
     // Unused.
     uint reserved1;
     // Unused.

@@ -1,10 +1,10 @@
 #version 460
-// z[row][r] = sum_k A[slot(tile)][r][k] * x[row][k], for the rows of a tile
+// z[row][r] = sum_k A[slot(tile)][r][k] * x[x_row(row)][k], for the rows of a tile
 //
 // Grid: x (folded into x and y) = tiles * ceil(max_rank / SGMV_SHRINK_RANKS), z = sites.
 // A workgroup takes one tile and SGMV_SHRINK_RANKS ranks. x and A pass through shared memory, SGMV_DEPTH
 // columns at a time; each (row, rank) is summed by one thread in order of k.
-// batch: Tile[tiles] at word tiles_at, tables: u32[], weights: bytes, x: ACT[rows][x_stride], z: f32[rows][z_stride]
+// batch: Tile[tiles] at word tiles_at, tables: u32[], weights: bytes, x: ACT[][x_stride], z: f32[rows][z_stride]
 
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
@@ -16,6 +16,8 @@ const uint SUMS = SGMV_TILE_ROWS * SGMV_SHRINK_RANKS / THREADS;
 
 shared float x_tile[SGMV_TILE_ROWS * PITCH];
 shared float a_tile[SGMV_SHRINK_RANKS * PITCH];
+// Rows of x that the tile's rows read; NO_ROW: zeros.
+shared uint x_rows[SGMV_TILE_ROWS];
 
 void main() {
     EnvelopeAt at = EnvelopeAt(envelope_at);
@@ -36,6 +38,11 @@ void main() {
     uint in_features = at.envelope.params.in_features;
 
     uint thread = gl_LocalInvocationID.x;
+    if (thread < SGMV_TILE_ROWS) {
+        uint row = of_tile.first + thread;
+        x_rows[thread] = thread < of_tile.count && row < rows ? x_row(at, row) : NO_ROW;
+    }
+    barrier();
     float sums[SUMS];
     for (uint s = 0u; s < SUMS; s++) {
         sums[s] = 0.0;
@@ -45,9 +52,9 @@ void main() {
             uint t = i / (SGMV_DEPTH / 2u);
             uint column = i % (SGMV_DEPTH / 2u) * 2u;
             uint k = first + column;
-            uint row = of_tile.first + t;
+            uint row = x_rows[t];
             vec2 pair = vec2(0.0);
-            if (t < of_tile.count && row < rows && k < in_features) {
+            if (row != NO_ROW && k < in_features) {
                 uvec2 x = element_at(at.envelope.operand[3], row, at.envelope.params.x_stride, 0u, log2_size(ACT));
                 pair = act_pair(x, k, k + 1u < in_features);
             }

@@ -1,4 +1,4 @@
-// z[row][r] = sum_k A[slot(row)][r][k] * x[row][k]
+// z[row][r] = sum_k A[slot(row)][r][k] * x[x_row(row)][k]
 //
 // A workgroup: one row, BGMV_SHRINK_RANKS ranks, one site (z of the grid). LANES threads a rank, each with
 // every LANES-th chunk of the sum; then a tree over the lanes.
@@ -28,11 +28,12 @@ fn bgmv_shrink(
     let r = first + thread / LANES;
     let lane = thread % LANES;
     var sums = vec4<f32>();
-    if r < pair.rank {
+    let x_from = x_row(row);
+    if r < pair.rank && x_from != NO_ROW {
         let width = envelope.params.in_features;
         for (var chunk = lane; chunk < chunks(width); chunk += LANES) {
             let a = weight_chunk(pair.base, r * envelope.params.a_stride, chunk, width);
-            let b = x_chunk(row, chunk);
+            let b = x_chunk(x_from, chunk);
             sums = fma(a.lo, b.lo, sums);
             sums = fma(a.hi, b.hi, sums);
         }

@@ -1,29 +1,18 @@
-// What every kernel starts with: the bindings they share, a work item, a pair, and the 2-byte types.
+// What the kernels of a pair share: its bindings, a work item, a pair, and the 2-byte types.
 //
-// A kernel is contract.wgsl + this file + shrink.wgsl or expand.wgsl + its own file. It needs no optional
+// Such a kernel is contract.wgsl + envelope.wgsl + this file + shrink.wgsl or expand.wgsl + its own file. It needs no optional
 // feature: the 2-byte types are taken apart with integers, exact on every device, whether or not the
 // device has f16 and whatever it does with subnormals in unpack2x16float.
 //
 // Everything that decides about control flow comes from uniform or read-only memory at an index that is
 // the same for the whole workgroup, so that barriers are in uniform control flow.
 
-override ACT: u32 = DTYPE_F32;
-override WEIGHT: u32 = DTYPE_F32;
-
-@group(0) @binding(0) var<storage, read> batch: array<u32>;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 // Cells and rows of A and B are 16-byte aligned, and so is the start of the binding.
 @group(0) @binding(2) var<storage, read> weights: array<vec4<u32>>;
-// At a dynamic offset, in a group of its own: the operands' group outlives a launch.
-@group(1) @binding(0) var<uniform> envelope: Envelope;
 
 // Elements of A or B that are unpacked together: 16 bytes of a 2-byte type.
 const CHUNK: u32 = 8u;
-
-// Bytes from the start of storage binding `operand` to its first element.
-fn origin(operand: u32) -> u32 {
-    return envelope.origin[operand / 4u][operand % 4u];
-}
 
 // The slot of row `row` of the batch.
 fn row_slot(row: u32) -> i32 {
@@ -39,9 +28,6 @@ fn tile_at(index: u32) -> Tile {
     let at = origin(0u) / 4u + envelope.params.tiles_at + 4u * index;
     return Tile(bitcast<i32>(batch[at]), batch[at + 1u], batch[at + 2u], 0u);
 }
-
-// Of no launch.
-const NO_ROW: u32 = 0xffffffffu;
 
 // The launch's row that row `index` of `tile` is, or NO_ROW: rows past the tile's end, or another launch's.
 fn tile_row(tile: Tile, index: u32) -> u32 {

@@ -16,6 +16,8 @@ const RANK_VECTORS: u32 = 65536u;
 const MAX_TOKEN_ROWS: u32 = 65535u;
 const OVERLAY_ROWS: u32 = 4u;
 const VECTOR_ALIGN: u32 = 4u;
+const ROUTED_TOKENS: u32 = 1u;
+const ROUTED_OFFSETS: u32 = 2u;
 const DTYPE_F32: u32 = 0u;
 const DTYPE_F16: u32 = 1u;
 const DTYPE_BF16: u32 = 2u;
@@ -27,6 +29,7 @@ const DTYPE_BF16: u32 = 2u;
 // embed_shrink: batch, tables, weights, ids, z
 // overlay_embed: batch, tables, weights, ids, y0
 // overlay_logits: batch, tables, weights, x, y0
+// expert_rows: batch, experts, rows, tokens
 
 // A row of the batch: which adapter it has. `batch[row]` from word 0 on.
 struct RowRef {
@@ -132,18 +135,20 @@ struct Params {
     max_out: u32,
     // Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
     packs_at: u32,
-    // Word offset in the batch operand of one u32 a row of the batch: the row of x that it reads (shrinks); 0: its own.
+    // Word offset in the batch operand (expert_rows: in rows) of one u32 a row of the batch: the row of x that it
+    // reads, counted from x's first; 0: its own.
     x_rows_at: u32,
-    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one is skipped.
+    // Rows that x holds where `x_rows_at` is not 0; a row that names a later one reads zeros. expert_rows: tokens
+    // of the batch.
     x_rows: u32,
-    // Experts of the routed layer; 0: not routed.
+    // Experts of the routed layer (expert_rows).
     experts: u32,
-    // Rows that one token has, each with an expert of its own; 0: tokens are named.
+    // Rows that one token has, each with an expert of its own (expert_rows).
     top_k: u32,
-    // Entries of a table array that one adapter's slot takes where each of its experts has one.
+    // Entries of a table array from one adapter's slot to the next, where each expert has one (expert_rows).
     slot_stride: u32,
-    // Unused.
-    reserved0: u32,
+    // How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
+    routed: u32,
     // Unused.
     reserved1: u32,
     // Unused.

@@ -1,4 +1,4 @@
-// z[row][r] = sum_k A[slot(tile)][r][k] * x[row][k]
+// z[row][r] = sum_k A[slot(tile)][r][k] * x[x_row(row)][k]
 //
 // A workgroup: one tile of up to SGMV_TILE_ROWS rows, SGMV_SHRINK_RANKS ranks, one site (z of the grid).
 // SGMV_DEPTH terms of the sums at a time pass through workgroup memory. A thread: one row, two ranks.
@@ -34,14 +34,18 @@ fn sgmv_shrink(
     let index = thread / TEAM;
     let member = thread % TEAM;
     let row = tile_row(tile, index);
+    var x_from = NO_ROW;
+    if row != NO_ROW {
+        x_from = x_row(row);
+    }
     let width = envelope.params.in_features;
     var sums = vec2<f32>();
     for (var k = 0u; k < width; k += SGMV_DEPTH) {
         for (var i = 0u; i < PART; i++) {
             let at = k + member * PART + i;
             var value = 0.0;
-            if row != NO_ROW && at < width {
-                value = x_value(row, at);
+            if x_from != NO_ROW && at < width {
+                value = x_value(x_from, at);
             }
             x_tile[index * PITCH + member * PART + i] = value;
         }

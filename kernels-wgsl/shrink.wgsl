@@ -3,6 +3,16 @@
 @group(0) @binding(3) var<storage, read> x: array<u32>;
 @group(0) @binding(4) var<storage, read_write> z: array<f32>;
 
+// The row of x that row `row` of the launch reads; NO_ROW: zeros.
+fn x_row(row: u32) -> u32 {
+    let x_rows_at = envelope.params.x_rows_at;
+    if x_rows_at == 0u {
+        return row;
+    }
+    let named = batch[origin(0u) / 4u + x_rows_at + envelope.params.row_first + row];
+    return select(NO_ROW, named, named < envelope.params.x_rows);
+}
+
 // Element `k` of row `row` of x.
 fn x_value(row: u32, k: u32) -> f32 {
     let element = row * envelope.params.x_stride + k;

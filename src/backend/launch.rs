@@ -54,17 +54,19 @@ pub struct Launch<'a> {
 
 impl<'a> Launch<'a> {
     /// Checks that a kernel which keeps to the contract stays inside `operands`, in the order of
-    /// [`Kernel::operands`]; trailing y operands that no site names are left out. The weights' address
-    /// and length in `params` are filled in from the operand.
+    /// [`Kernel::operands`]; trailing ones without a use are left out. The weights' address and length in `params`
+    /// are filled in from the operand, where the kernel has one.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) names the operand that is missing, too small, or overlaps another.
     pub fn new(pipeline: &'a Pipeline, operands: &'a [Region], mut params: Params) -> Result<Self> {
         contract::check(pipeline.kernel, pipeline.spec, operands, &params)?;
-        let weights = &operands[2];
-        let (address, len) = (weights.ptr().0, weights.len());
-        (params.weights_lo, params.weights_hi) = (address as u32, (address >> 32) as u32);
-        (params.weights_len_lo, params.weights_len_hi) = (len as u32, (len >> 32) as u32);
+        let list = pipeline.kernel.operands().iter();
+        if let Some((_, weights)) = list.zip(operands).find(|(operand, _)| operand.name == "weights") {
+            let (address, len) = (weights.ptr().0, weights.len());
+            (params.weights_lo, params.weights_hi) = (address as u32, (address >> 32) as u32);
+            (params.weights_len_lo, params.weights_len_hi) = (len as u32, (len >> 32) as u32);
+        }
         Ok(Self { pipeline, operands, params })
     }
 

@@ -98,6 +98,8 @@ pub struct Case {
     pub all_weights: bool,
     /// Words by which the table arrays start off multiples of 4.
     pub table_shift: u32,
+    /// Rows of x, of which each row of the batch names one, or one that isn't there; 0: each row has its own.
+    pub gather: u32,
     /// Whether x, y and z lie in one allocation.
     pub one_allocation: bool,
     /// Whether some pairs have vectors behind B, others none.
@@ -132,6 +134,7 @@ impl Default for Case {
             window: 0,
             all_weights: false,
             table_shift: 0,
+            gather: 0,
             one_allocation: false,
             vectors: false,
             short_span: false,
@@ -144,6 +147,11 @@ impl Case {
     /// What its kernels are specialised on.
     pub fn spec(&self) -> Spec {
         Spec { act: self.act, weight: self.weight }
+    }
+
+    /// Rows of x.
+    pub fn x_rows(&self) -> u32 {
+        if self.gather == 0 { self.rows } else { self.gather }
     }
 
     /// Elements between rows of A: whole 16-byte units.
@@ -226,6 +234,7 @@ impl fmt::Display for Case {
             ("chunk", self.chunk, 0),
             ("window", self.window, 0),
             ("table_shift", self.table_shift, 0),
+            ("gather", self.gather, 0),
         ];
         for (name, value, usual) in numbers {
             if value != usual {

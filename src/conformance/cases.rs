@@ -59,7 +59,7 @@ pub fn smoke() -> Vec<Case> {
 
 /// The whole table of cases at the level of launches.
 pub fn all() -> Vec<Case> {
-    let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, splits, values, vectors, hostile];
+    let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, gathers, splits, values, vectors, hostile];
     groups.into_iter().flat_map(|group| group()).collect()
 }
 
@@ -225,6 +225,34 @@ fn layouts() -> Vec<Case> {
             cases.push(Case { op, act, weight, one_allocation: true, shift: 1, ..base.clone() });
             cases.push(Case { op, act, weight, table_shift: 1, pad: 1, ..base.clone() });
         }
+    }
+    cases
+}
+
+/// Rows that name the rows of x that they read, some of which aren't there.
+fn gathers() -> Vec<Case> {
+    let of = |rows, gather| Case {
+        rows,
+        gather,
+        slots: 5,
+        mix: Mix::Uniform,
+        in_features: 45,
+        outs: vec![37, 8],
+        ranks: Ranks::Mixed,
+        max_rank: 18,
+        nulls: true,
+        row_scales: true,
+        ..Case::default()
+    };
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for (act, weight) in types() {
+            cases.push(Case { op, act, weight, ..of(33, 5) });
+            cases.push(Case { op, act, weight, values: Values::Real, pad: 3, shift: 1, ..of(19, 40) });
+            cases.push(Case { op, act, weight, chunk: 7, window: 2, ..of(40, 1) });
+        }
+        let many = Case { in_features: 3, outs: vec![3], ranks: Ranks::All(2), max_rank: 2, ..of(70_000, 11) };
+        cases.push(Case { op, act: DType::Bf16, ..many });
     }
     cases
 }

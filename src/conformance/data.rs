@@ -105,8 +105,10 @@ pub struct Data {
     pub tiles: Vec<Tile>,
     /// `[slot][site]`
     pub pairs: Vec<Vec<Result<HostPair, Absent>>>,
-    /// `x[rows][in_features]`, each value one of the activation type.
+    /// `x[x_rows][in_features]`, each value one of the activation type, and behind them a row of zeros.
     pub x: Vec<f32>,
+    /// The row of x that each row names, where rows name them.
+    pub x_rows: Vec<u32>,
     /// For each site `y[rows][out_features]` before the launch. Rows that must keep their bits hold any
     /// bits; they're encoded as they are here.
     pub y: Vec<Vec<u8>>,
@@ -128,16 +130,23 @@ impl Data {
         let pairs: Vec<Vec<_>> = (0..case.slots)
             .map(|slot| (0..case.outs.len() as u32).map(|site| pair(case, slot, site, &mut dice)).collect())
             .collect();
-        let mut x: Vec<f32> = (0..u64::from(case.rows) * u64::from(case.in_features))
+        let mut x: Vec<f32> = (0..u64::from(case.x_rows()) * u64::from(case.in_features))
             .map(|_| case.act.round(element(case.values, Part::X, case, &mut dice)))
             .collect();
         if case.values == Values::NonFinite {
-            let row = case.rows as usize / 2;
+            let row = case.x_rows() as usize / 2;
             for (k, x) in x[row * case.in_features as usize..][..case.in_features as usize].iter_mut().enumerate() {
                 *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0][k % 4];
             }
         }
-        let mut data = Self { slots, row_scales, tiles, pairs, x, y: Vec::new() };
+        x.resize(x.len() + case.in_features as usize, 0.0);
+        let beyond = [case.gather, case.gather + 1, i32::MAX as u32, u32::MAX];
+        let x_rows = (0..if case.gather == 0 { 0 } else { case.rows }).map(|_| match dice.below(case.gather + 1) {
+            row if row < case.gather => row,
+            _ => beyond[dice.below(4) as usize],
+        });
+        let x_rows = x_rows.collect();
+        let mut data = Self { slots, row_scales, tiles, pairs, x, x_rows, y: Vec::new() };
         for (site, out) in case.outs.iter().enumerate() {
             let mut y = Vec::new();
             for row in 0..case.rows as usize {
@@ -161,7 +170,11 @@ impl Data {
 
     /// These rows, in this order, as a batch of their own.
     pub fn select(&self, case: &Case, rows: &[usize]) -> Self {
-        let x = rows.iter().flat_map(|row| self.x(case, *row).iter().copied()).collect();
+        let zeros = vec![0.0; case.in_features as usize];
+        let x = match case.gather {
+            0 => rows.iter().map(|row| self.x(case, *row)).chain([&zeros[..]]).collect::<Vec<_>>().concat(),
+            _ => self.x.clone(),
+        };
         let of_site = |(y, out): (&Vec<u8>, &u32)| {
             let width = (u64::from(*out) * case.act.size()) as usize;
             rows.iter().flat_map(|row| y[row * width..(row + 1) * width].iter().copied()).collect()
@@ -170,6 +183,7 @@ impl Data {
             slots: rows.iter().map(|row| self.slots[*row]).collect(),
             row_scales: rows.iter().map(|row| self.row_scales[*row]).collect(),
             x,
+            x_rows: rows.iter().filter_map(|row| self.x_rows.get(*row).copied()).collect(),
             y: self.y.iter().zip(&case.outs).map(of_site).collect(),
             ..self.clone()
         };
@@ -192,8 +206,17 @@ impl Data {
         }
     }
 
-    /// x of a row.
+    /// x of a row, as it reads it.
     pub fn x(&self, case: &Case, row: usize) -> &[f32] {
+        let row = match self.x_rows.get(row) {
+            Some(named) => (*named).min(case.gather) as usize,
+            None => row,
+        };
+        self.x_row(case, row)
+    }
+
+    /// A row of x.
+    pub fn x_row(&self, case: &Case, row: usize) -> &[f32] {
         let width = case.in_features as usize;
         &self.x[row * width..(row + 1) * width]
     }

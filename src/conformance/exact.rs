@@ -37,8 +37,15 @@ pub fn trials() -> Vec<Trial> {
     for (name, check) in PROPERTIES {
         for op in Op::ALL {
             for act in DType::ALL {
-                for weight in [act, DType::Bf16, DType::F16].into_iter().take(if act == DType::F32 { 3 } else { 1 }) {
+                let weights = [act, DType::Bf16, DType::F16].into_iter().take(if act == DType::F32 { 3 } else { 1 });
+                // Rows that name rows of x: with some of the types.
+                for (weight, gather) in weights.map(|weight| (weight, 0)).chain([(act, 9)]) {
+                    // All rows of the one property have one x.
+                    if gather > 0 && name == "any slot" {
+                        continue;
+                    }
                     let case = Case {
+                        gather,
                         op,
                         act,
                         weight,
@@ -56,7 +63,8 @@ pub fn trials() -> Vec<Trial> {
                         ..Case::default()
                     };
                     let run = move |backend: &dyn GpuBackend| check(backend, &case).map(Outcome::Checked);
-                    trials.push(Trial::new(format!("{}[{act}x{weight}] to the bit: {name}", op.name()), run));
+                    let how = if gather == 0 { "" } else { ",gather" };
+                    trials.push(Trial::new(format!("{}[{act}x{weight}{how}] to the bit: {name}", op.name()), run));
                 }
             }
         }
@@ -132,7 +140,7 @@ fn any_slot(backend: &dyn GpuBackend, case: &Case) -> Result<Check> {
     data.pairs = vec![data.pairs[0].clone(); case.slots as usize];
     data.row_scales.fill(0.3);
     let rows = case.rows as usize;
-    data.x = data.x(&case, 0).repeat(rows);
+    data.x = [data.x(&case, 0).repeat(rows), vec![0.0; case.in_features as usize]].concat();
     for (y, out) in data.y.iter_mut().zip(&case.outs) {
         *y = y[..*out as usize * case.act.size() as usize].repeat(rows);
     }

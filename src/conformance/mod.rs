@@ -19,6 +19,7 @@ pub mod oracle;
 mod pooled;
 pub mod raw;
 mod report;
+mod routed;
 mod tokens;
 
 pub use case::{Case, Mix, Ranks, Values};
@@ -93,6 +94,7 @@ pub fn trials() -> Vec<Trial> {
         .chain(exact::trials())
         .chain(big::trials())
         .chain(tokens::trials())
+        .chain(routed::trials())
         .chain(pooled::trials())
         .chain(fixtures::trials())
         .collect()

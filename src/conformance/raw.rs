@@ -46,6 +46,8 @@ pub struct Rig<'b> {
     y: Vec<Operand>,
     /// Word in the batch where the tiles are.
     tiles_at: u32,
+    /// Word in the batch where rows of x are named; 0: nowhere.
+    x_rows_at: u32,
     /// Word offsets of each site's table arrays, y and z places filled in.
     sites: Vec<Tables>,
 }
@@ -79,11 +81,11 @@ impl<'b> Rig<'b> {
         let (width, pad) = (u64::from(case.in_features), u64::from(case.pad));
 
         let x_stride = width + pad;
-        let shape = (span(x_stride, width), x_stride, case.shift);
+        let shape = ((u64::from(case.x_rows()) - 1) * x_stride + width, x_stride, case.shift);
         let mut x = Operand::new(("x".into(), case.act), shape, || f32::NAN, || f32::NAN);
-        for row in 0..case.rows as usize {
+        for row in 0..case.x_rows() as usize {
             let mut bytes = Vec::new();
-            case.act.encode(data.x(case, row), &mut bytes);
+            case.act.encode(data.x_row(case, row), &mut bytes);
             let range = x.range(row, 0, width);
             x.image[range].copy_from_slice(&bytes);
         }
@@ -133,7 +135,7 @@ impl<'b> Rig<'b> {
             tables.params.y_stride = y[*operand as usize].stride as u32;
             tables.params.z_offset = (site as u64 * part) as u32;
         }
-        let (batch, tiles_at) = batch(&data);
+        let (batch, [x_rows_at, tiles_at]) = batch(&data);
         let upload = |bytes: Vec<u8>, label| Ok::<_, crate::Error>((backend.alloc(bytes.len() as u64, label)?, bytes));
         let fixed = [
             upload(batch, "conformance batch")?,
@@ -171,6 +173,7 @@ impl<'b> Rig<'b> {
             z,
             y,
             tiles_at,
+            x_rows_at,
             sites,
         };
         backend.submit(&mut |encoder| {
@@ -231,7 +234,10 @@ impl<'b> Rig<'b> {
             all => all.slice(u64::from(slots.0) * slot_bytes, u64::from(slots.1) * slot_bytes)?,
         };
         let (batch, tables) = (self.fixed[0].0.clone(), self.fixed[1].0.clone());
-        let x = self.x.rows(first, rows, case.in_features.into())?;
+        let x = match case.gather {
+            0 => self.x.rows(first, rows, case.in_features.into())?,
+            all => self.x.rows(0, all, case.in_features.into())?,
+        };
         let z = self.z.rows(first, rows, self.z.stride - u64::from(case.pad))?;
         let mut params = Params {
             rows,
@@ -249,6 +255,8 @@ impl<'b> Rig<'b> {
             tiles_at: self.tiles_at,
             tiles: self.data.tiles.len() as u32,
             max_out: case.outs.iter().max().copied().unwrap_or(0),
+            x_rows_at: self.x_rows_at,
+            x_rows: case.gather,
             ..Params::default()
         };
         let site = |site: usize, cells: u32, bytes: u64| SiteParams {
@@ -360,14 +368,16 @@ impl<'b> Rig<'b> {
     }
 }
 
-/// The batch operand, and the word where its tiles start.
-fn batch(data: &Data) -> (Vec<u8>, u32) {
+/// The batch operand, and the words where rows of x are named (0: nowhere) and where its tiles start.
+fn batch(data: &Data) -> (Vec<u8>, [u32; 2]) {
     let rows = data.slots.iter().zip(&data.row_scales).map(|(slot, scale)| RowRef { slot: *slot, scale: *scale });
     let mut bytes: Vec<u8> = bytemuck::cast_slice(&rows.collect::<Vec<_>>()).to_vec();
+    let x_rows_at = if data.x_rows.is_empty() { 0 } else { bytes.len() as u32 / 4 };
+    bytes.extend_from_slice(bytemuck::cast_slice(&data.x_rows));
     bytes.resize(bytes.len().next_multiple_of(16), 0xff);
     let tiles_at = bytes.len() as u32 / 4;
     bytes.extend_from_slice(bytemuck::cast_slice(&data.tiles));
-    (bytes, tiles_at)
+    (bytes, [x_rows_at, tiles_at])
 }
 
 /// The weights operand: slot after slot, A, B and vectors of each site; NaN wherever no pair has an element.

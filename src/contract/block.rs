@@ -143,18 +143,20 @@ block! {
         max_out: u32,
         /// Word offset in the batch operand of its packs, which fill the rest of it (BGMV); 0: there are none.
         packs_at: u32,
-        /// Word offset in the batch operand of one u32 a row of the batch: the row of x that it reads (shrinks); 0: its own.
+        /// Word offset in the batch operand (expert_rows: in rows) of one u32 a row of the batch: the row of x that it
+        /// reads, counted from x's first; 0: its own.
         x_rows_at: u32,
-        /// Rows that x holds where `x_rows_at` is not 0; a row that names a later one is skipped.
+        /// Rows that x holds where `x_rows_at` is not 0; a row that names a later one reads zeros. expert_rows: tokens
+        /// of the batch.
         x_rows: u32,
-        /// Experts of the routed layer; 0: not routed.
+        /// Experts of the routed layer (expert_rows).
         experts: u32,
-        /// Rows that one token has, each with an expert of its own; 0: tokens are named.
+        /// Rows that one token has, each with an expert of its own (expert_rows).
         top_k: u32,
-        /// Entries of a table array that one adapter's slot takes where each of its experts has one.
+        /// Entries of a table array from one adapter's slot to the next, where each expert has one (expert_rows).
         slot_stride: u32,
-        /// Unused.
-        reserved0: u32,
+        /// How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
+        routed: u32,
         /// Unused.
         reserved1: u32,
         /// Unused.

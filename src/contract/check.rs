@@ -1,13 +1,33 @@
 //! What must hold before a kernel may run on some memory.
 
-use super::{Access, Kernel, MAX_RANK, MAX_SITES, Params, STRIDE_ALIGN, SiteParams, Spec, outputs, tokens};
+use super::{
+    Access, Kernel, MAX_RANK, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, STRIDE_ALIGN, SiteParams, Spec,
+    outputs, tokens,
+};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
 /// Checks `operands` against `kernel` and `params`: count, length, and that nothing written overlaps.
 /// On success a kernel that keeps to the contract touches no byte outside them.
 pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
-    let list = kernel.operands();
+    let needed = match kernel {
+        Kernel::ExpertRows => {
+            check_routing(params)?;
+            if params.routed & ROUTED_TOKENS == 0 { 3 } else { 4 }
+        }
+        _ => {
+            check_sites(kernel, spec, params)?;
+            4 + if kernel.is_expand() { outputs(params) } else { 1 }
+        }
+    };
+    if operands.len() != needed {
+        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
+    }
+    check_memory(kernel, spec, operands, params)
+}
+
+/// The parameters of a kernel that works on sites.
+fn check_sites(kernel: Kernel, spec: Spec, params: &Params) -> Result<()> {
     let sites = params.sites as usize;
     if kernel.is_tokens() {
         tokens::check(kernel, spec, params)?;
@@ -20,10 +40,6 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
     }
     for site in params.site[..sites].iter().filter(|_| !kernel.is_tokens()) {
         check_site(kernel, spec, site, params)?;
-    }
-    let needed = 4 + if kernel.is_expand() { outputs(params) } else { 1 };
-    if operands.len() != needed {
-        return Err(Error::shape(format!("operands of {}", kernel.name()), operands.len(), needed));
     }
     if u64::from(params.slot_first) + u64::from(params.slot_count) > u64::from(params.slots) {
         return Err(Error::shape(
@@ -46,6 +62,47 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
             ));
         }
     }
+    Ok(())
+}
+
+/// The parameters of expert_rows: slots and experts make no more slots than an i32 counts, and the parts of what it
+/// writes don't overlap.
+fn check_routing(params: &Params) -> Result<()> {
+    let what = "launch of expert_rows";
+    let slots = u64::from(params.slots) * u64::from(params.slot_stride);
+    if params.experts == 0 || params.experts > params.slot_stride || slots > i32::MAX as u64 {
+        return Err(Error::shape(
+            what,
+            format!("{} slots of {} entries, {} experts", params.slots, params.slot_stride, params.experts),
+            format!("1 expert or more, all in a slot's entries, and up to {} entries", i32::MAX),
+        ));
+    }
+    if params.top_k == 0 || params.routed & !(ROUTED_TOKENS | ROUTED_OFFSETS) != 0 {
+        let found = format!("top_k {}, routed {}", params.top_k, params.routed);
+        return Err(Error::shape(what, found, "top_k of 1 or more, and known ways to be routed"));
+    }
+    if params.tiles != 0 && params.tiles != params.rows {
+        return Err(Error::shape(what, format!("{} tiles", params.tiles), format!("0, or {} as rows", params.rows)));
+    }
+    let rows = u64::from(params.rows);
+    let part = |at: u32, words: u64| (u64::from(at), u64::from(at) + words);
+    let mut parts = vec![part(0, 2 * rows)];
+    parts.extend((params.tiles != 0).then(|| part(params.tiles_at, 4 * rows)));
+    parts.extend((params.x_rows_at != 0).then(|| part(params.x_rows_at, rows)));
+    parts.sort_unstable();
+    if parts.windows(2).any(|pair| pair[0].1 > pair[1].0) {
+        return Err(Error::shape(
+            what,
+            format!("rows, tiles and x rows at words {parts:?}"),
+            "parts that don't overlap",
+        ));
+    }
+    Ok(())
+}
+
+/// Length, alignment and overlap of the operands.
+fn check_memory(kernel: Kernel, spec: Spec, operands: &[Region], params: &Params) -> Result<()> {
+    let list = kernel.operands();
     let extents = kernel.extents(spec, params);
     for ((operand, region), extent) in list.iter().zip(operands).zip(&extents) {
         let align = match operand.name {

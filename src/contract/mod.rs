@@ -69,6 +69,11 @@ pub const MAX_TOKEN_ROWS: u32 = 65_535;
 pub const OVERLAY_ROWS: u32 = 4;
 /// Vectors behind B are padded to multiples of this many f32: each begins at a multiple of 16 bytes, as matrices do.
 pub const VECTOR_ALIGN: u32 = 4;
+/// expert_rows: operand `tokens` names each row's place among the batch's `tokens * top_k`; without, rows are in that order.
+pub const ROUTED_TOKENS: u32 = 1;
+/// expert_rows: operand `experts` holds `experts + 1` prefix sums, the first row of each expert and the end of the
+/// last; without, the expert of each row.
+pub const ROUTED_OFFSETS: u32 = 2;
 /// A's and B's row strides are multiples of this many elements: 16 bytes in the 2-byte types.
 pub const STRIDE_ALIGN: u32 = 8;
 
@@ -78,7 +83,7 @@ pub const fn vector_len(out_features: u32) -> u64 {
 }
 
 /// What a kernel may do with an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Only read.
     Read,
@@ -87,7 +92,7 @@ pub enum Access {
 }
 
 /// One operand of a kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {
     /// Its name in the kernels.
     pub name: &'static str,
@@ -120,11 +125,14 @@ pub enum Kernel {
     OverlayEmbed,
     /// Logits of replaced rows of a head, a workgroup for a row and [`OVERLAY_ROWS`] of its slot's token rows.
     OverlayLogits,
+    /// The batch of a routed layer from that of its tokens, a thread for a row: each row of a token and one of its
+    /// experts gets the slot `slot(token) * slot_stride + expert`, by which the kernels above serve experts.
+    ExpertRows,
 }
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 7] = [
+    pub const ALL: [Kernel; 8] = [
         Kernel::BgmvShrink,
         Kernel::BgmvExpand,
         Kernel::SgmvShrink,
@@ -132,6 +140,7 @@ impl Kernel {
         Kernel::EmbedShrink,
         Kernel::OverlayEmbed,
         Kernel::OverlayLogits,
+        Kernel::ExpertRows,
     ];
 
     /// File stem and entry point: `bgmv_shrink`, ...
@@ -144,10 +153,12 @@ impl Kernel {
             Kernel::EmbedShrink => "embed_shrink",
             Kernel::OverlayEmbed => "overlay_embed",
             Kernel::OverlayLogits => "overlay_logits",
+            Kernel::ExpertRows => "expert_rows",
         }
     }
 
-    /// The operands in order. A launch may leave out trailing y operands that no site names.
+    /// The operands in order. A launch may leave out trailing ones that it has no use for: y operands that no site
+    /// names, tokens that are not named.
     pub const fn operands(self) -> &'static [Operand] {
         const SHRINK: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("x"), write("z")];
         const EXPAND: &[Operand] = &[
@@ -163,18 +174,30 @@ impl Kernel {
         const EMBED: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("ids"), write("z")];
         const OVERLAY: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("ids"), write("y0")];
         const LOGITS: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("x"), write("y0")];
+        const EXPERT_ROWS: &[Operand] = &[read("batch"), read("experts"), write("rows"), read("tokens")];
         match self {
             Kernel::BgmvShrink | Kernel::SgmvShrink => SHRINK,
             Kernel::BgmvExpand | Kernel::SgmvExpand => EXPAND,
             Kernel::EmbedShrink => EMBED,
             Kernel::OverlayEmbed => OVERLAY,
             Kernel::OverlayLogits => LOGITS,
+            Kernel::ExpertRows => EXPERT_ROWS,
         }
     }
 
     /// Whether this is one of those that work on token ids and replaced rows.
     pub const fn is_tokens(self) -> bool {
         matches!(self, Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits)
+    }
+
+    /// Whether this is one of the four that apply pairs to linears.
+    pub const fn is_pair(self) -> bool {
+        self.is_shrink() || self.is_expand()
+    }
+
+    /// Whether this is the first half of an op, which writes z from x.
+    pub const fn is_shrink(self) -> bool {
+        matches!(self, Kernel::BgmvShrink | Kernel::SgmvShrink)
     }
 
     /// Whether this is the second half of an op, which writes y.
@@ -190,6 +213,7 @@ impl Kernel {
     pub fn groups(self, params: &Params) -> (u64, u32) {
         let (units, parts) = match self {
             Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => return tokens::groups(self, params),
+            Kernel::ExpertRows => return (params.rows.div_ceil(THREADS).into(), 1),
             Kernel::BgmvShrink => (params.rows, params.max_rank.div_ceil(BGMV_SHRINK_RANKS)),
             Kernel::BgmvExpand => (params.rows, params.max_out.div_ceil(BGMV_EXPAND_OUTPUTS)),
             Kernel::SgmvShrink => (params.tiles, params.max_rank.div_ceil(SGMV_SHRINK_RANKS)),
@@ -204,9 +228,12 @@ impl Kernel {
         if self.is_tokens() {
             return tokens::extents(self, spec, params);
         }
+        if self == Kernel::ExpertRows {
+            return expert_rows_extents(params);
+        }
         let sites = &params.site[..(params.sites as usize).min(MAX_SITES)];
         let rows = u64::from(params.rows);
-        let strided = |stride: u32, offset: u64, width: u32, size: u64| {
+        let matrix = |rows: u64, stride: u32, offset: u64, width: u32, size: u64| {
             // At most 2^64 - 1 elements, since each number is below 2^32; their bytes may be more.
             if rows == 0 {
                 0
@@ -214,9 +241,14 @@ impl Kernel {
                 ((rows - 1) * u64::from(stride) + offset + u64::from(width)).saturating_mul(size)
             }
         };
+        let strided = |stride: u32, offset: u64, width: u32, size: u64| matrix(rows, stride, offset, width, size);
         let batch_rows = (u64::from(params.row_first) + rows) * size_of::<RowRef>() as u64;
         let batch_tiles = u64::from(params.tiles_at) * 4 + u64::from(params.tiles) * size_of::<Tile>() as u64;
         let batch_packs = u64::from(params.packs_at) * 4;
+        let batch_x_rows = match params.x_rows_at {
+            0 => 0,
+            at => (u64::from(at) + u64::from(params.row_first) + rows) * 4,
+        };
         let slots = u64::from(params.slots);
         let tables = sites
             .iter()
@@ -228,7 +260,7 @@ impl Kernel {
             .unwrap_or(0);
         let z =
             sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
-        let mut out = vec![batch_rows.max(batch_tiles).max(batch_packs), tables, 0];
+        let mut out = vec![batch_rows.max(batch_tiles).max(batch_packs).max(batch_x_rows), tables, 0];
         if self.is_expand() {
             out.push(z);
             for y in 0..MAX_SITES as u32 {
@@ -240,11 +272,27 @@ impl Kernel {
                 );
             }
         } else {
-            out.push(strided(params.x_stride, 0, params.in_features, spec.act.size()));
+            let x_rows = if params.x_rows_at == 0 { rows } else { params.x_rows.into() };
+            out.push(matrix(x_rows, params.x_stride, 0, params.in_features, spec.act.size()));
             out.push(z);
         }
         out
     }
+}
+
+/// [`Kernel::extents`] of expert_rows.
+fn expert_rows_extents(params: &Params) -> Vec<u64> {
+    let rows = u64::from(params.rows);
+    let words = if params.routed & ROUTED_OFFSETS == 0 { rows } else { u64::from(params.experts) + 1 };
+    let tiles = if params.tiles == 0 { 0 } else { u64::from(params.tiles_at) + 4 * rows };
+    let x_rows = if params.x_rows_at == 0 { 0 } else { u64::from(params.x_rows_at) + rows };
+    let tokens = if params.routed & ROUTED_TOKENS == 0 { 0 } else { rows };
+    vec![
+        u64::from(params.x_rows) * size_of::<RowRef>() as u64,
+        words * 4,
+        (2 * rows).max(tiles).max(x_rows) * 4,
+        tokens * 4,
+    ]
 }
 
 /// What a kernel is specialised on. Shapes never are: they are run-time parameters.

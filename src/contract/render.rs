@@ -79,7 +79,7 @@ impl Language {
 
 const BLOCKS: [Block; 5] = [RowRef::BLOCK, Tile::BLOCK, Pack::BLOCK, SiteParams::BLOCK, Params::BLOCK];
 
-const CONSTANTS: [(&str, u32); 16] = [
+const CONSTANTS: [(&str, u32); 18] = [
     ("MAX_SITES", MAX_SITES as u32),
     ("MAX_OPERANDS", MAX_OPERANDS as u32),
     ("THREADS", THREADS),
@@ -96,6 +96,8 @@ const CONSTANTS: [(&str, u32); 16] = [
     ("MAX_TOKEN_ROWS", MAX_TOKEN_ROWS),
     ("OVERLAY_ROWS", OVERLAY_ROWS),
     ("VECTOR_ALIGN", VECTOR_ALIGN),
+    ("ROUTED_TOKENS", ROUTED_TOKENS),
+    ("ROUTED_OFFSETS", ROUTED_OFFSETS),
 ];
 
 /// The prelude in `language`: constants, dtype codes, kernel operand lists (as comments) and blocks.

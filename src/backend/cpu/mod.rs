@@ -8,6 +8,7 @@
 mod bgmv;
 mod encoder;
 mod expand;
+mod expert_rows;
 mod graph;
 mod host;
 mod job;

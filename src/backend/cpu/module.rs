@@ -6,7 +6,7 @@ use super::expand::Expand;
 use super::job::{self, Job, Rows};
 use super::memory::Bytes;
 use super::shrink::Shrink;
-use super::{bgmv, sgmv, simd, tokens};
+use super::{bgmv, expert_rows, sgmv, simd, tokens};
 use crate::contract::{Kernel, Params, RowRef, SGMV_TILE_ROWS, Spec, Tile};
 
 /// A kernel with its element types: all that there is to compile.
@@ -35,6 +35,15 @@ impl Launched<'_> {
         RowRef { slot: self.batch[at] as i32, scale: f32::from_bits(self.batch[at + 1]) }
     }
 
+    /// The row of x that a row of this launch reads; `None`: zeros.
+    pub(super) fn x_row(&self, row: usize) -> Option<usize> {
+        if self.params.x_rows_at == 0 {
+            return Some(row);
+        }
+        let at = self.params.x_rows_at as usize + self.params.row_first as usize + row;
+        Some(self.batch[at]).filter(|x_row| *x_row < self.params.x_rows).map(|x_row| x_row as usize)
+    }
+
     /// The batch's tiles.
     pub(super) fn tiles(&self) -> impl Iterator<Item = Tile> {
         let words = self.batch[self.params.tiles_at as usize..].as_chunks::<4>().0;
@@ -56,6 +65,8 @@ impl CpuKernel {
             Kernel::EmbedShrink | Kernel::OverlayEmbed => return params.rows.into(),
             Kernel::BgmvShrink | Kernel::BgmvExpand | Kernel::OverlayLogits => params.rows,
             Kernel::SgmvShrink | Kernel::SgmvExpand => params.rows.min(params.tiles.saturating_mul(SGMV_TILE_ROWS)),
+            // A few operations a row.
+            Kernel::ExpertRows => return params.rows.into(),
         };
         let sites = &params.site[..params.sites as usize];
         let widths =
@@ -66,6 +77,9 @@ impl CpuKernel {
 
     /// Does a launch that [`Launch::new`](crate::backend::Launch::new) has checked.
     pub(super) fn run(self, params: &Params, operands: &mut [Bytes<'_>], grain: u64) {
+        if self.kernel == Kernel::ExpertRows {
+            return expert_rows::run(params, operands);
+        }
         let extents = self.kernel.extents(self.spec, params);
         let (inputs, outputs) = operands.split_at_mut(4);
         let input = |i: usize| &inputs[i].get()[..extents[i] as usize];
@@ -80,10 +94,10 @@ impl CpuKernel {
         };
         let runs = match self.kernel {
             Kernel::BgmvShrink | Kernel::BgmvExpand => bgmv::runs(&launched),
-            Kernel::SgmvShrink | Kernel::SgmvExpand => sgmv::runs(&launched),
             Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => {
                 return tokens::run(&launched, input(3), &mut outputs[0], extents[4] as usize);
             }
+            _ => sgmv::runs(&launched),
         };
         for site in &params.site[..params.sites as usize] {
             let jobs: Vec<Job<'_>> = runs.iter().filter_map(|run| Job::resolve(&launched, site, *run)).collect();

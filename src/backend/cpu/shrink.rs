@@ -69,8 +69,16 @@ impl Shrink<'_> {
             let depth = DEPTH.min(width - k);
             let mut x: [&[f32]; RUN_ROWS] = [&[]; RUN_ROWS];
             for (i, (x, buffer)) in x.iter_mut().zip(x_buffer.chunks_mut(DEPTH)).enumerate() {
-                let at = ((job.run.row + i) * params.x_stride as usize + k) * x_size;
-                *x = simd::widen(kernel.spec.act, &self.x[at..][..depth * x_size], buffer);
+                *x = match self.launched.x_row(job.run.row + i) {
+                    Some(row) => {
+                        let at = (row * params.x_stride as usize + k) * x_size;
+                        simd::widen(kernel.spec.act, &self.x[at..][..depth * x_size], buffer)
+                    }
+                    None => {
+                        buffer[..depth].fill(0.0);
+                        &buffer[..depth]
+                    }
+                };
             }
             for r in block.clone().step_by(GROUP) {
                 let count = GROUP.min(block.end - r);

@@ -197,7 +197,8 @@ impl Encoder for CudaEncoder<'_> {
                 addresses[i] = region.ptr().0;
             }
             let max_groups = self.shared.device.caps.max_groups;
-            let Shape { groups, threads, params } = match function.variant {
+            let (variant, function) = function.serves(pipeline.kernel(), launch.params());
+            let Shape { groups, threads, params } = match variant {
                 Variant::Plain => {
                     Shape { groups: launch.groups(max_groups)?, threads: THREADS, params: *launch.params() }
                 }
@@ -206,12 +207,11 @@ impl Encoder for CudaEncoder<'_> {
             if groups.contains(&0) {
                 continue;
             }
-            let able = function.variant == Variant::Sm90 && self.shared.device.early_launches;
+            let able = variant == Variant::Sm90 && self.shared.device.early_launches;
             let early = self.chain.link(launch, able);
             let declared = pipeline.kernel().operands().len();
             let list = &mut self.commands().list;
             list.commands.push(Command::Launch(list.launches.len()));
-            let function = function.raw;
             list.launches.push(Resolved { function, groups, threads, early, operands: addresses, declared, params });
             list.owners.extend(operands.iter().map(|region| region.owner().clone()));
         }

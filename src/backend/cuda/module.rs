@@ -13,7 +13,7 @@ use super::driver::{Handle, check};
 use super::queue::{Shared, lock};
 use super::sm90;
 use crate::backend::Pipeline;
-use crate::contract::{Kernel, Spec, THREADS};
+use crate::contract::{Kernel, Params, Spec, THREADS};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -27,6 +27,7 @@ const fn ptx(kernel: Kernel) -> &'static str {
         Kernel::EmbedShrink => include_str!("../../../kernels-cuda/ptx/embed_shrink.ptx"),
         Kernel::OverlayEmbed => include_str!("../../../kernels-cuda/ptx/overlay_embed.ptx"),
         Kernel::OverlayLogits => include_str!("../../../kernels-cuda/ptx/overlay_logits.ptx"),
+        Kernel::ExpertRows => include_str!("../../../kernels-cuda/ptx/expert_rows.ptx"),
     }
 }
 
@@ -38,10 +39,12 @@ const fn sm90_ptx(kernel: Kernel) -> &'static str {
         Kernel::BgmvExpand => include_str!("../../../kernels-cuda/ptx/bgmv_expand_sm90.ptx"),
         Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink_sm90.ptx"),
         Kernel::SgmvExpand => include_str!("../../../kernels-cuda/ptx/sgmv_expand_sm90.ptx"),
+        Kernel::ExpertRows => ptx(kernel),
     }
 }
 
-/// How a kernel is written. Chosen by device and types alone, so a row's bits are the same in every launch.
+/// How a kernel is written. Chosen by device, types and whether a launch is a routed layer's ([`Function::serves`]), so a
+/// row's bits are the same in every launch of its op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Variant {
     /// As the contract lays out its workgroups: any device, any types.
@@ -52,8 +55,8 @@ pub(super) enum Variant {
 
 impl Variant {
     fn of(capability: (i32, i32), kernel: Kernel, spec: Spec) -> Self {
-        let bf16 = spec == Spec { act: DType::Bf16, weight: DType::Bf16 } && !kernel.is_tokens();
-        if bf16 && capability >= (9, 0) { Self::Sm90 } else { Self::Plain }
+        let bf16 = spec == Spec { act: DType::Bf16, weight: DType::Bf16 };
+        if bf16 && capability >= (9, 0) && kernel.is_pair() { Self::Sm90 } else { Self::Plain }
     }
 
     fn ptx(self, kernel: Kernel) -> &'static str {
@@ -72,13 +75,26 @@ impl Variant {
     }
 }
 
-/// What a [`Pipeline`] holds: a kernel of a loaded module.
+/// What a [`Pipeline`] holds: a kernel of a loaded module, in the variants that this device runs.
 #[derive(Debug)]
 pub(super) struct Function {
-    /// [`Shared::id`] of the backend whose module it is of.
+    /// [`Shared::id`] of the backend whose modules it is of.
     pub(super) backend: u64,
-    pub(super) raw: Handle<CUfunc_st>,
-    pub(super) variant: Variant,
+    plain: Handle<CUfunc_st>,
+    sm90: Option<Handle<CUfunc_st>>,
+}
+
+impl Function {
+    /// The kernel for a launch: the faster one, but for a routed layer's rows, which have no packs or read rows of x that
+    /// aren't their own.
+    pub(super) fn serves(&self, kernel: Kernel, params: &Params) -> (Variant, Handle<CUfunc_st>) {
+        let decode = matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand);
+        let usual = params.x_rows_at == 0 && (params.packs_at != 0 || !decode);
+        match self.sm90 {
+            Some(function) if usual => (Variant::Sm90, function),
+            _ => (Variant::Plain, self.plain),
+        }
+    }
 }
 
 /// Modules loaded so far, and their kernels.
@@ -113,16 +129,20 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
         return Ok(Pipeline::new(kernel, spec, function.clone()));
     }
     let _bound = shared.device.bind()?;
-    let variant = Variant::of(shared.device.capability, kernel, spec);
-    let module = match loaded.modules.get(&(kernel, variant)) {
-        Some(module) => *module,
-        None => {
-            let module = compile(kernel, variant)?;
-            loaded.modules.insert((kernel, variant), module);
-            module
-        }
+    let mut function = |variant: Variant| {
+        let module = match loaded.modules.get(&(kernel, variant)) {
+            Some(module) => *module,
+            None => {
+                let module = compile(kernel, variant)?;
+                loaded.modules.insert((kernel, variant), module);
+                module
+            }
+        };
+        find(module, kernel, variant, spec)
     };
-    let function = Arc::new(Function { backend: shared.id, raw: find(module, kernel, variant, spec)?, variant });
+    let fast = Variant::of(shared.device.capability, kernel, spec) == Variant::Sm90;
+    let sm90 = if fast { Some(function(Variant::Sm90)?) } else { None };
+    let function = Arc::new(Function { backend: shared.id, plain: function(Variant::Plain)?, sm90 });
     loaded.functions.insert((kernel, spec), function.clone());
     Ok(Pipeline::new(kernel, spec, function))
 }
@@ -194,7 +214,6 @@ fn entry(kernel: Kernel, spec: Spec) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::contract::Params;
 
     #[test]
     fn the_ptx_has_an_entry_for_every_kernel_and_type_with_the_contract_s_arguments() {
@@ -220,14 +239,28 @@ mod tests {
     }
 
     #[test]
+    fn a_routed_layer_s_rows_are_served_by_the_plain_kernels_and_all_others_by_the_fast_ones() {
+        let [plain, fast] = [1, 2].map(|at| Handle(ptr::without_provenance_mut(at)));
+        let function = Function { backend: 0, plain, sm90: Some(fast) };
+        let packed = Params { packs_at: 40, ..Params::default() };
+        for (kernel, params, expected) in [
+            (Kernel::BgmvShrink, packed, Variant::Sm90),
+            (Kernel::BgmvExpand, packed, Variant::Sm90),
+            (Kernel::BgmvExpand, Params::default(), Variant::Plain),
+            (Kernel::BgmvShrink, Params { x_rows_at: 8, ..packed }, Variant::Plain),
+            (Kernel::SgmvShrink, Params::default(), Variant::Sm90),
+            (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Plain),
+        ] {
+            assert_eq!(function.serves(kernel, &params).0, expected, "{kernel:?}");
+        }
+    }
+
+    #[test]
     fn the_ptx_is_of_an_isa_that_drivers_of_cuda_12_0_load() {
         for kernel in Kernel::ALL {
             assert!(ptx(kernel).contains("\n.version 8.0\n.target sm_70\n"), "{}", kernel.name());
-            assert!(
-                kernel.is_tokens() || sm90_ptx(kernel).contains("\n.version 8.0\n.target sm_90\n"),
-                "{}",
-                kernel.name()
-            );
+            let target = if kernel.is_pair() { "sm_90" } else { "sm_70" };
+            assert!(sm90_ptx(kernel).contains(&format!("\n.version 8.0\n.target {target}\n")), "{}", kernel.name());
         }
     }
 }

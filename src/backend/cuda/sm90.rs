@@ -62,7 +62,7 @@ pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2]) -> Shape {
         // Up to rank 16 a cluster takes 16 ranks, else 32.
         Kernel::SgmvShrink => ([clusters(quads), blocks.div_ceil(blocks.clamp(1, 2)), params.sites], THREADS),
         Kernel::SgmvExpand => ([parts, quads.min(max_groups[1]), params.sites], THREADS),
-        Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => {
+        Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits | Kernel::ExpertRows => {
             unreachable!("kernels without this variant")
         }
     };

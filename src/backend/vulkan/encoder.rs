@@ -272,9 +272,10 @@ impl<'a> VulkanEncoder<'a> {
 /// What the kernels rely on beyond [`Launch::new`]: weights come 16 bytes at a time.
 fn check_stride(launch: &Launch<'_>) -> Result<()> {
     let params = launch.params();
-    let (name, stride) = match launch.pipeline().kernel().is_expand() {
-        true => ("b_stride", params.b_stride),
-        false => ("a_stride", params.a_stride),
+    let (name, stride) = match launch.pipeline().kernel() {
+        kernel if kernel.is_shrink() => ("a_stride", params.a_stride),
+        kernel if kernel.is_expand() => ("b_stride", params.b_stride),
+        _ => return Ok(()),
     };
     if !stride.is_multiple_of(STRIDE_ALIGN) {
         return Err(Error::shape(name, stride, format!("a multiple of {STRIDE_ALIGN}")));

@@ -33,6 +33,7 @@ fn spirv(kernel: Kernel) -> &'static [u8] {
         Kernel::EmbedShrink => spirv!("embed_shrink"),
         Kernel::OverlayEmbed => spirv!("overlay_embed"),
         Kernel::OverlayLogits => spirv!("overlay_logits"),
+        Kernel::ExpertRows => spirv!("expert_rows"),
     }
 }
 

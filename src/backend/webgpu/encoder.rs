@@ -28,8 +28,8 @@ const BINDINGS_MAX: usize = 1 << 14;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
-    expand: bool,
-    /// Buffer number, first byte, bytes. Absent y operands are zeros.
+    operands: &'static [Operand],
+    /// Buffer number, first byte, bytes. Absent operands are zeros.
     ranges: [(u32, u32, u32); MAX_OPERANDS],
 }
 
@@ -205,7 +205,7 @@ impl Inner {
     /// The bind group of `bindings`, from the cache where it was made before.
     fn bind_group(&self, launch: &Launch<'_>, bindings: &[Binding<'_>]) -> Result<wgpu::BindGroup> {
         let kernel = launch.pipeline().kernel();
-        let mut key = Key { expand: kernel.is_expand(), ranges: Default::default() };
+        let mut key = Key { operands: kernel.operands(), ranges: Default::default() };
         for (binding, range) in bindings.iter().zip(&mut key.ranges) {
             *range = (binding.memory.number, binding.start as u32, binding.size as u32);
         }
@@ -273,6 +273,9 @@ fn binding_of(operand: Operand) -> &'static str {
         "y1" => "size of operand y1",
         "y2" => "size of operand y2",
         "y3" => "size of operand y3",
+        "experts" => "size of operand experts",
+        "tokens" => "size of operand tokens",
+        "rows" => "size of operand rows",
         _ => "size of an operand",
     }
 }

@@ -10,13 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::{Inner, scoped};
 use crate::backend::Pipeline;
 use crate::contract::render::Language;
-use crate::contract::{Access, Kernel, Params, Spec};
+use crate::contract::{Access, Kernel, Operand, Params, Spec};
 use crate::error::Result;
 
 /// Bytes of the uniform block, `Envelope` in the prelude: the parameters and an origin for each operand.
 pub(super) const ENVELOPE: u64 = (size_of::<Params>() + crate::contract::MAX_OPERANDS * 4) as u64;
 
-/// The WGSL of `kernel`, whole: prelude, helpers, the operands of its half, and its own text.
+/// The WGSL of `kernel`, whole: prelude, envelope, helpers and operands of its half of an op, and its own text.
 pub fn source(kernel: Kernel) -> String {
     macro_rules! text {
         ($name:literal) => {
@@ -24,10 +24,11 @@ pub fn source(kernel: Kernel) -> String {
         };
     }
     debug_assert_eq!(Language::Wgsl.path(), "kernels-wgsl/contract.wgsl");
-    let half = match kernel {
-        Kernel::OverlayEmbed | Kernel::OverlayLogits => text!("overlay"),
-        _ if kernel.is_expand() => text!("expand"),
-        _ => text!("shrink"),
+    let half: &[&str] = match kernel {
+        Kernel::ExpertRows => &[],
+        Kernel::OverlayEmbed | Kernel::OverlayLogits => &[text!("common"), text!("overlay")],
+        _ if kernel.is_expand() => &[text!("common"), text!("expand")],
+        _ => &[text!("common"), text!("shrink")],
     };
     let own = match kernel {
         Kernel::BgmvShrink => text!("bgmv_shrink"),
@@ -37,19 +38,18 @@ pub fn source(kernel: Kernel) -> String {
         Kernel::EmbedShrink => text!("embed_shrink"),
         Kernel::OverlayEmbed => text!("overlay_embed"),
         Kernel::OverlayLogits => text!("overlay_logits"),
+        Kernel::ExpertRows => text!("expert_rows"),
     };
-    [text!("contract"), text!("common"), half, own].join("\n")
+    [&[text!("contract"), text!("envelope")], half, &[own]].concat().join("\n")
 }
 
 /// Bind group layouts and what has been compiled.
 #[derive(Debug)]
 pub(super) struct Modules {
-    /// Group 0 of the kernels that read four operands and write one, and of the expand kernels.
-    operands: [wgpu::BindGroupLayout; 2],
+    /// Group 0 of each list of operands, and pipeline layouts with it.
+    layouts: Vec<(&'static [Operand], wgpu::BindGroupLayout, wgpu::PipelineLayout)>,
     /// Group 1: the envelope.
     pub(super) envelope: wgpu::BindGroupLayout,
-    /// Pipeline layouts of the same two.
-    layouts: [wgpu::PipelineLayout; 2],
     shaders: Mutex<HashMap<Kernel, wgpu::ShaderModule>>,
     pipelines: Mutex<HashMap<(Kernel, Spec), Pipeline>>,
 }
@@ -65,7 +65,6 @@ pub(super) struct Module {
 impl Modules {
     pub(super) fn new(device: &wgpu::Device) -> Result<Self> {
         scoped(device, "create_bind_group_layout", || {
-            let operands = [Kernel::BgmvShrink, Kernel::BgmvExpand].map(|kernel| operand_layout(device, kernel));
             let envelope = device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
                 label: Some("lorapool envelope"),
                 entries: &[wgpu::BindGroupLayoutEntry {
@@ -79,20 +78,33 @@ impl Modules {
                     count: None,
                 }],
             });
-            let layouts = [0, 1].map(|half: usize| {
-                device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            let mut layouts: Vec<(&'static [Operand], _, _)> = Vec::new();
+            for kernel in Kernel::ALL {
+                if layouts.iter().any(|(known, ..)| *known == kernel.operands()) {
+                    continue;
+                }
+                let operands = operand_layout(device, kernel);
+                let layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                     label: Some("lorapool kernel"),
-                    bind_group_layouts: &[Some(&operands[half]), Some(&envelope)],
+                    bind_group_layouts: &[Some(&operands), Some(&envelope)],
                     immediate_size: 0,
-                })
-            });
-            Self { operands, envelope, layouts, shaders: Mutex::default(), pipelines: Mutex::default() }
+                });
+                layouts.push((kernel.operands(), operands, layout));
+            }
+            Self { envelope, layouts, shaders: Mutex::default(), pipelines: Mutex::default() }
         })
+    }
+
+    /// Group 0's layout for `kernel`, and the pipeline layout with it.
+    fn layouts(&self, kernel: Kernel) -> (&wgpu::BindGroupLayout, &wgpu::PipelineLayout) {
+        let found = self.layouts.iter().find(|(operands, ..)| *operands == kernel.operands());
+        let (_, operands, layout) = found.expect("every kernel's operands have a layout");
+        (operands, layout)
     }
 
     /// Group 0's layout for `kernel`.
     pub(super) fn operands(&self, kernel: Kernel) -> &wgpu::BindGroupLayout {
-        &self.operands[usize::from(kernel.is_expand())]
+        self.layouts(kernel).0
     }
 }
 
@@ -110,10 +122,7 @@ fn operand_layout(device: &wgpu::Device, kernel: Kernel) -> wgpu::BindGroupLayou
             count: None,
         })
         .collect();
-    device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-        label: Some(if kernel.is_expand() { "lorapool expand operands" } else { "lorapool shrink operands" }),
-        entries: &entries,
-    })
+    device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(kernel.name()), entries: &entries })
 }
 
 impl Inner {
@@ -144,7 +153,7 @@ impl Inner {
         let pipeline = scoped(device, "create_compute_pipeline", || {
             device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label: Some(&label),
-                layout: Some(&modules.layouts[usize::from(kernel.is_expand())]),
+                layout: Some(modules.layouts(kernel).1),
                 module: &shader,
                 entry_point: Some(kernel.name()),
                 compilation_options: wgpu::PipelineCompilationOptions {

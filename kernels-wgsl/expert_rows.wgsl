@@ -1,0 +1,93 @@
+// The batch of a routed layer from that of its tokens: a row for each of a token's experts, whose slot is
+// slot(token) * slot_stride + expert, and its token as the row of x that it reads.
+//
+// A thread: one row. Its tile, if it is the first of one, ends where the slot changes or at a multiple of
+// SGMV_TILE_ROWS: in this workgroup.
+
+@group(0) @binding(1) var<storage, read> experts: array<u32>;
+@group(0) @binding(2) var<storage, read_write> rows: array<u32>;
+@group(0) @binding(3) var<storage, read> tokens: array<u32>;
+
+var<workgroup> slots: array<i32, THREADS>;
+
+// The expert of row `row`; NO_ROW, or another number past the last, where it has none.
+fn expert_of(row: u32) -> u32 {
+    let at = origin(1u) / 4u;
+    if (envelope.params.routed & ROUTED_OFFSETS) == 0u {
+        return experts[at + row];
+    }
+    // The first whose rows end past this one.
+    var low = 0u;
+    var high = envelope.params.experts;
+    while low < high {
+        let middle = low + (high - low) / 2u;
+        if experts[at + middle + 1u] <= row {
+            low = middle + 1u;
+        } else {
+            high = middle;
+        }
+    }
+    if low < envelope.params.experts && experts[at + low] > row {
+        return NO_ROW;
+    }
+    return low;
+}
+
+@compute @workgroup_size(THREADS)
+fn expert_rows(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+) {
+    let count = envelope.params.rows;
+    let row = (group.y * groups.x + group.x) * THREADS + thread;
+    var slot = -1;
+    var scale = 0u;
+    var token = NO_ROW;
+    if row < count {
+        var place = row;
+        if (envelope.params.routed & ROUTED_TOKENS) != 0u {
+            place = tokens[origin(3u) / 4u + row];
+        }
+        let of_token = place / envelope.params.top_k;
+        let expert = expert_of(row);
+        if of_token < envelope.params.x_rows && expert < envelope.params.experts {
+            let entry = origin(0u) / 4u + 2u * of_token;
+            // A negative slot is past any.
+            if batch[entry] < envelope.params.slots {
+                slot = bitcast<i32>(batch[entry] * envelope.params.slot_stride + expert);
+                scale = batch[entry + 1u];
+                token = of_token;
+            }
+        }
+    }
+    slots[thread] = slot;
+    workgroupBarrier();
+    if row >= count {
+        return;
+    }
+
+    let at = origin(2u) / 4u;
+    rows[at + 2u * row] = bitcast<u32>(slot);
+    rows[at + 2u * row + 1u] = scale;
+    if envelope.params.x_rows_at != 0u {
+        rows[at + envelope.params.x_rows_at + row] = token;
+    }
+    if envelope.params.tiles == 0u {
+        return;
+    }
+    var length = 0u;
+    if slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot) {
+        let end = min((thread / SGMV_TILE_ROWS + 1u) * SGMV_TILE_ROWS, thread + (count - row));
+        var last = thread + 1u;
+        while last < end && slots[last] == slot {
+            last++;
+        }
+        length = last - thread;
+    }
+    let tile = at + envelope.params.tiles_at + 4u * row;
+    rows[tile] = select(0xffffffffu, bitcast<u32>(slot), length > 0u);
+    rows[tile + 1u] = select(0u, row, length > 0u);
+    rows[tile + 2u] = length;
+    rows[tile + 3u] = 0u;
+}
