@@ -193,23 +193,3 @@ fn an_audit_remarks_on_weights_that_look_wrong() {
     let notices = audited(&|files| _ = files.config.as_object_mut().unwrap().remove("lora_alpha"));
     assert_eq!(notices.iter().map(|n| n.code).collect::<Vec<_>>(), ["N_CONFIG_NO_ALPHA"]);
 }
-
-#[test]
-fn gguf_files_are_refused_by_name() {
-    use lorapool::adapter::load;
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("adapter-f16.gguf");
-    std::fs::write(&file, b"GGUF\x03\0\0\0").unwrap();
-    for path in [dir.path(), &file] {
-        assert_refused(load(path, None), Code::WeightsGguf, &["adapter-f16.gguf", "safetensors"]);
-    }
-    // Beside a config, and under another name.
-    std::fs::write(dir.path().join("adapter_config.json"), pairs().config.to_string()).unwrap();
-    assert_refused(load(dir.path(), None), Code::WeightsGguf, &["adapter-f16.gguf"]);
-    std::fs::rename(&file, dir.path().join("adapter_model.safetensors")).unwrap();
-    assert_refused(load(dir.path(), None), Code::WeightsGguf, &["adapter_model.safetensors"]);
-    // Safetensors beside it count.
-    std::fs::write(&file, b"GGUF").unwrap();
-    pairs().write(dir.path());
-    assert_eq!(load(dir.path(), None).unwrap().pairs.len(), 2);
-}

@@ -71,7 +71,9 @@ pub(super) fn sniff(path: &Path, start: &[u8]) -> Loaded<()> {
         return Err(Reject::new(Code::FileHtml, message));
     }
     if start.starts_with(b"GGUF") {
-        return Err(gguf(path));
+        let message =
+            format!("{name}: found a GGUF file under this name; a LoRA of llama.cpp's is read from a file *.gguf");
+        return Err(Reject::new(Code::WeightsGguf, message));
     }
     if start.starts_with(b"PK\x03\x04") || (start[0] == 0x80 && start.get(1).is_some_and(|v| (2..=5).contains(v))) {
         let message = format!("{name}: found a PyTorch pickle under this name; convert it to safetensors");
@@ -80,15 +82,11 @@ pub(super) fn sniff(path: &Path, start: &[u8]) -> Loaded<()> {
     Ok(())
 }
 
-/// The refusal of a GGUF file. llama.cpp's converter renames modules, permutes rows of q and k for some models, and does
-/// not keep rsLoRA, so that the file alone does not say what the adapter was.
-pub(super) fn gguf(path: &Path) -> Box<Reject> {
-    let message = format!(
-        "{}: found a GGUF file of llama.cpp's, whose module names, row order and scale are not PEFT's; load the \
-         safetensors that it was converted from",
-        path.display()
-    );
-    Reject::new(Code::WeightsGguf, message)
+/// Whether a regular file starts with these bytes.
+pub(super) fn starts_with(path: &Path, magic: &[u8]) -> bool {
+    let mut start = Vec::new();
+    let read = open(path).map(|(file, _)| file.take(magic.len() as u64).read_to_end(&mut start));
+    matches!(read, Ok(Ok(_))) && start == magic
 }
 
 /// Maps a file for reading. The map lives while an adapter is loaded; the weights are copied out of it.

@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
 use super::file;
+use super::gguf;
 use super::reading::Reading;
 use super::reject::{Code, Loaded, Reject};
 use super::source::{Source, WEIGHTS};
 use super::weights::{Adapter, Notice};
 use crate::error::Result;
 
-/// Loads the adapter in `dir` into host memory, checked against `base` where one is given.
+/// Loads the adapter in `dir` into host memory, checked against `base` where one is given. A LoRA of llama.cpp's, a GGUF
+/// file or a directory with one, needs the base.
 ///
 /// Nothing is kept of an adapter that is refused, and no device is touched. Memory stays within a few times the size
 /// of the files.
@@ -55,11 +57,18 @@ pub(super) struct Loader {
 
 impl Loader {
     pub fn load(&mut self, dir: &Path, base: Option<&BaseModel>) -> Loaded<Adapter> {
-        let dir = self.locate(dir)?;
-        let config = PeftAdapterConfig::read(&dir.join(CONFIG), &mut self.notices)?;
-        self.config = Some(config.clone());
-        let Some(source) = Source::open(&dir)? else {
-            return Err(weights_missing(&dir));
+        let (config, source) = match gguf::find(dir)? {
+            Some(path) => {
+                let (config, source) = gguf::read(&path, base, &mut self.notices)?;
+                self.config = Some(config.clone());
+                (config, source)
+            }
+            None => {
+                let dir = self.locate(dir)?;
+                let config = PeftAdapterConfig::read(&dir.join(CONFIG), &mut self.notices)?;
+                self.config = Some(config.clone());
+                (config, Source::open(&dir)?.ok_or_else(|| weights_missing(&dir))?)
+            }
         };
         self.total = source.tensors.len();
         if source.tensors.is_empty() {
@@ -76,10 +85,7 @@ impl Loader {
     fn locate(&mut self, dir: &Path) -> Loaded<PathBuf> {
         let meta = std::fs::metadata(dir).map_err(|e| file::unreadable(dir, &e))?;
         if !meta.is_dir() {
-            if dir.extension().is_some_and(|extension| extension == "gguf") {
-                return Err(file::gguf(dir));
-            }
-            let message = format!("{}: found a file, expected the adapter's directory", dir.display());
+            let message = format!("{}: found a file, expected the adapter's directory or a GGUF file", dir.display());
             return Err(Reject::new(Code::NotADirectory, message));
         }
         if dir.join(CONFIG).exists() {
@@ -91,9 +97,6 @@ impl Loader {
         inner.sort();
         match &inner[..] {
             [] => {
-                if let Some(gguf) = gguf_of(dir) {
-                    return Err(file::gguf(&gguf));
-                }
                 let message = format!("{}: found no {CONFIG}", dir.display());
                 Err(Reject::new(Code::ConfigMissing, message))
             }
@@ -130,12 +133,6 @@ fn pickle_of(dir: &Path) -> Option<PathBuf> {
     names.iter().map(|name| dir.join(name)).find(|path| path.exists())
 }
 
-/// A GGUF file in the directory, the first by name.
-fn gguf_of(dir: &Path) -> Option<PathBuf> {
-    let paths = std::fs::read_dir(dir).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    paths.filter(|path| path.extension().is_some_and(|extension| extension == "gguf")).min()
-}
-
 fn weights_missing(dir: &Path) -> Box<Reject> {
     if let Some(path) = pickle_of(dir) {
         let message = format!(
@@ -145,9 +142,6 @@ fn weights_missing(dir: &Path) -> Box<Reject> {
             dir.display()
         );
         return Reject::new(Code::WeightsPickle, message);
-    }
-    if let Some(gguf) = gguf_of(dir) {
-        return file::gguf(&gguf);
     }
     let shard = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = entry.ok()?.file_name().into_string().ok()?;

@@ -77,18 +77,24 @@ impl Reading<'_> {
         }
         alphas.check_owners(&self, |module| sides.contains_key(module))?;
         // Shapes before places: a damaged tensor is named as such whatever the base.
-        let scales = self.config.scales().map_err(|e| self.pattern(e))?;
+        // Where the file itself rates every module, patterns only tell others what it said.
+        let unrated = PeftAdapterConfig::default();
+        let of_config = if self.source.rated.is_some() { &unrated } else { self.config };
+        let scales = of_config.scales().map_err(|e| self.pattern(e))?;
         let scale = self.narrow_scale("modules that no pattern names", self.config.scaling())?;
         let mut rated = Vec::with_capacity(pairs.len());
         for (module, a, b) in pairs {
-            let (rank, scale) = scales.of(module).map_err(|e| self.pattern(e))?;
+            let (rank, scale) = match self.source.rated.as_ref().and_then(|rated| rated.get(module)) {
+                Some(rated) => *rated,
+                None => scales.of(module).map_err(|e| self.pattern(e))?,
+            };
             self.check_pair(module, a, b, rank)?;
             let scale = alphas.scale(&self, module, &scales, rank, scale)?;
             rated.push((module, a, b, self.narrow_scale(module, scale)?));
         }
         alphas.note(&mut self);
         let wanted: Vec<_> =
-            rated.iter().map(|(_, a, ..)| Wanted { name: &a.name, key: Key::parse(&a.name) }).collect();
+            rated.iter().map(|(_, a, ..)| Wanted { name: self.source.written(a), key: Key::parse(&a.name) }).collect();
         let paths = resolve(&self.source.name, &wanted, self.base, self.notices)?;
         let sites = self.sites(rated.iter().map(|(module, ..)| paths[module].as_str()));
         self.check_targets(rated.iter().map(|(module, ..)| *module));
@@ -118,7 +124,7 @@ impl Reading<'_> {
                 }
             };
             let site = self.home(paths.get(key.module).map_or(key.module, String::as_str));
-            let (name, dtype) = (tensor.name.to_string(), tensor.dtype.to_string());
+            let (name, dtype) = (self.source.written(tensor).to_owned(), tensor.dtype.to_string());
             fates.push(TensorFate { name, dtype, shape: tensor.shape.to_vec(), fate, site });
         }
         let wide: Vec<_> = tensors.iter().filter(|t| t.dtype == Dtype::F64).map(|t| &*t.name).collect();
@@ -143,7 +149,7 @@ impl Reading<'_> {
     }
 
     pub(super) fn at(&self, tensor: &TensorInfo) -> String {
-        format!("{}: tensor {:?}", tensor.file.display(), excerpt(&tensor.name))
+        format!("{}: tensor {:?}", tensor.file.display(), excerpt(self.source.written(tensor)))
     }
 
     pub(super) fn pattern(&self, error: super::PatternError) -> Box<Reject> {

@@ -32,11 +32,11 @@ macro_rules! codes {
 codes! {
     // Files
     NotFound "E_NOT_FOUND" "There is no directory or file at the path, or it can't be read."
-    NotADirectory "E_NOT_A_DIRECTORY" "An adapter or base is a directory; the path is something else."
+    NotADirectory "E_NOT_A_DIRECTORY" "A base is a directory, an adapter a directory or a GGUF file; the path is something else."
     ConfigMissing "E_CONFIG_MISSING" "The directory has no adapter_config.json."
     WeightsMissing "E_WEIGHTS_MISSING" "The directory has no adapter_model.safetensors, nor the index of one in shards."
     WeightsPickle "E_WEIGHTS_PICKLE" "The weights are a pickle (.bin, .pt), which can run code: convert them to safetensors."
-    WeightsGguf "E_WEIGHTS_GGUF" "The weights are a GGUF file, whose names and row order are llama.cpp's: take the adapter that it was made from."
+    WeightsGguf "E_WEIGHTS_GGUF" "The GGUF file is no LoRA, is of an architecture or element type that can't be turned back, is for another model than the base, or no base is given."
     ShardIndex "E_SHARD_INDEX" "The index of a sharded adapter is absent, is not what the format asks for, or stands beside a file of all weights."
     ShardMissing "E_SHARD_MISSING" "A shard that the index names is not there."
     ShardTensor "E_SHARD_TENSOR" "Index and shards do not agree on where a tensor is."
@@ -46,7 +46,7 @@ codes! {
     FileEmpty "E_FILE_EMPTY" "The file has no bytes."
     FileTruncated "E_FILE_TRUNCATED" "The file ends before what it declares: a download was cut."
     FileTooLarge "E_FILE_TOO_LARGE" "The file, or its header, is larger than any real one."
-    FileHeader "E_FILE_HEADER" "The safetensors header is not what the format asks for."
+    FileHeader "E_FILE_HEADER" "The header of the safetensors or GGUF file is not what the format asks for."
     FileOffsets "E_FILE_OFFSETS" "Tensor bytes overlap, leave holes, or don't agree with dtype and shape."
     FileTrailing "E_FILE_TRAILING" "Bytes follow the last tensor."
     FileDuplicate "E_FILE_DUPLICATE" "The header names a tensor twice, or two shards hold it."

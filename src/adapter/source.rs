@@ -7,6 +7,7 @@ use std::sync::Arc;
 use mmap_io::MemoryMappedFile;
 
 use super::file;
+use super::gguf::Rated;
 use super::header::{Header, TensorInfo};
 use super::json::{Json, Limits, excerpt};
 use super::reject::{Code, Loaded, Reject};
@@ -21,12 +22,19 @@ const LIMITS: Limits = Limits { bytes: 64 << 20, values: 1 << 21 };
 const MAX_SHARDS: usize = 1024;
 
 /// An adapter's tensors and the maps of the files that hold them.
+#[derive(Debug, Default)]
 pub(super) struct Source {
     /// The file, or the index of the files, for messages on all of them.
     pub name: String,
     /// Every tensor, file by file in the order of their names.
     pub tensors: Vec<TensorInfo>,
-    maps: HashMap<Arc<Path>, MemoryMappedFile>,
+    pub(super) maps: HashMap<Arc<Path>, MemoryMappedFile>,
+    /// Tensors by name whose bytes are not the file's, in a format that keeps them otherwise.
+    pub(super) rewritten: HashMap<Box<str>, Vec<u8>>,
+    /// Names as the file has them, where those of `tensors` are PEFT's for the same.
+    pub(super) written: HashMap<Box<str>, Box<str>>,
+    /// Rank and scale by module, in a format that has no config.
+    pub rated: Option<Rated>,
 }
 
 impl Source {
@@ -50,11 +58,19 @@ impl Source {
                 maps.insert(tensor.file.clone(), file::map(&tensor.file)?);
             }
         }
-        Ok(Self { name, tensors, maps })
+        Ok(Self { name, tensors, maps, ..Self::default() })
     }
 
-    /// A tensor's bytes in its file's map.
+    /// A tensor's name as its file has it.
+    pub fn written<'s>(&'s self, tensor: &'s TensorInfo) -> &'s str {
+        self.written.get(&tensor.name).unwrap_or(&tensor.name)
+    }
+
+    /// A tensor's bytes, in its file's map or as they were rewritten.
     pub fn bytes(&self, tensor: &TensorInfo) -> Loaded<&[u8]> {
+        if let Some(bytes) = self.rewritten.get(&tensor.name) {
+            return Ok(bytes);
+        }
         match self.maps.get(&tensor.file) {
             Some(map) => bytes_of(map, tensor),
             None => Err(Reject::new(Code::NotFound, format!("{}: not open", tensor.file.display()))),

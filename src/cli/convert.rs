@@ -1,31 +1,38 @@
-//! `lorapool convert`: `adapter_model.bin` to safetensors, without running what the pickle says.
+//! `lorapool convert`: `adapter_model.bin`, without running what the pickle says, and llama.cpp's GGUF, to safetensors.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use lorapool::Error;
-use lorapool::adapter::{Code, StateDict, Verdict, audit, pickled};
+use lorapool::adapter::{Code, GgufAdapter, StateDict, Verdict, audit, pickled};
 use serde::Serialize;
 
+use super::adapters::open_base;
 use super::console::{Console, bad, bytes, good};
 use super::failure::{Failure, Status};
 
-/// Rewrite an adapter whose weights are a PyTorch pickle (adapter_model.bin) as safetensors
+/// Rewrite an adapter whose weights are a PyTorch pickle (adapter_model.bin) or a GGUF file as safetensors
 ///
-/// The pickle is read as data: only tensors by name, as torch.save writes a state dict, and nothing in it is
-/// run. Anything else in it is refused by name. OUT_DIR appears whole or not at all; the source is left as it is.
+/// A pickle is read as data: only tensors by name, as torch.save writes a state dict, and nothing in it is
+/// run. Anything else in it is refused by name. A LoRA of llama.cpp's gets the names, row order and config that PEFT
+/// would have saved; the base says what they are. OUT_DIR appears whole or not at all; the source is left as it is.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     lorapool convert adapters/old adapters/new\n  \
+    lorapool convert sql.gguf adapters/sql --base models/llama\n  \
     lorapool audit adapters/new")]
 pub struct Convert {
-    /// Directory with adapter_config.json and adapter_model.bin
+    /// Directory with adapter_config.json and adapter_model.bin, or a GGUF file, or a directory with one
     #[arg(value_name = "ADAPTER")]
     adapter: PathBuf,
 
     /// Directory to make, with adapter_config.json and adapter_model.safetensors
     #[arg(value_name = "OUT_DIR")]
     out: PathBuf,
+
+    /// Directory with the base's config.json and/or safetensors (only headers are read); a GGUF file needs it
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
 }
 
 /// The document.
@@ -38,7 +45,7 @@ struct Document {
     tensors: usize,
     /// Their bytes.
     bytes: u64,
-    /// What `audit` says of the result, without a base.
+    /// What `audit` says of the result, against the base where one is given.
     verdict: Verdict,
     code: Option<Code>,
     message: Option<String>,
@@ -47,6 +54,40 @@ struct Document {
 impl Convert {
     /// Converts the adapter.
     pub fn run(self, console: &Console) -> Result<Status, Failure> {
+        let base = open_base(self.base.as_deref())?;
+        let (source, tensors, bytes) = match GgufAdapter::open(&self.adapter, base.as_ref())? {
+            Some(gguf) => self.gguf(&gguf)?,
+            None => self.pickle()?,
+        };
+        let findings = audit(&self.out, base.as_ref());
+        let document = Document {
+            adapter: self.adapter.display().to_string(),
+            source: source.display().to_string(),
+            out: self.out.display().to_string(),
+            tensors,
+            bytes,
+            verdict: findings.verdict,
+            code: findings.code,
+            message: findings.message,
+        };
+        console.result(&document, |document| text(document, self.base.as_deref()));
+        Ok(Status::Done)
+    }
+
+    /// Writes what a GGUF file says; the file, its number of tensors and their bytes.
+    fn gguf(&self, gguf: &GgufAdapter) -> Result<(PathBuf, usize, u64), Failure> {
+        if gguf.is_empty() {
+            return Err(Error::Input(format!("{}: holds no tensor", gguf.path().display())).into());
+        }
+        publish(&self.out, |dir| {
+            gguf.write(dir)?;
+            as_readable(gguf.path(), &dir.join("adapter_model.safetensors"))
+        })?;
+        Ok((gguf.path().to_owned(), gguf.len(), gguf.bytes()))
+    }
+
+    /// Writes what a pickle says.
+    fn pickle(&self) -> Result<(PathBuf, usize, u64), Failure> {
         let (config, weights) = pickled(&self.adapter)?;
         let state = StateDict::open(&weights)?;
         if state.is_empty() {
@@ -57,26 +98,18 @@ impl Convert {
             std::fs::copy(&config, &copy).map_err(|error| Failure::io(config.display(), error))?;
             let written = dir.join("adapter_model.safetensors");
             state.write(&written)?;
-            // As readable as what it was made from: the writer's own file is its owner's alone.
-            let permissions = std::fs::metadata(&weights).map(|meta| meta.permissions());
-            permissions
-                .and_then(|permissions| std::fs::set_permissions(&written, permissions))
-                .map_err(|error| Failure::io(written.display(), error))
+            as_readable(&weights, &written)
         })?;
-        let findings = audit(&self.out, None);
-        let document = Document {
-            adapter: self.adapter.display().to_string(),
-            source: weights.display().to_string(),
-            out: self.out.display().to_string(),
-            tensors: state.len(),
-            bytes: state.bytes(),
-            verdict: findings.verdict,
-            code: findings.code,
-            message: findings.message,
-        };
-        console.result(&document, text);
-        Ok(Status::Done)
+        Ok((weights, state.len(), state.bytes()))
     }
+}
+
+/// Makes a file as readable as what it was made from: the writer's own file is its owner's alone.
+fn as_readable(from: &Path, written: &Path) -> Result<(), Failure> {
+    let permissions = std::fs::metadata(from).map(|meta| meta.permissions());
+    permissions
+        .and_then(|permissions| std::fs::set_permissions(written, permissions))
+        .map_err(|error| Failure::io(written.display(), error))
 }
 
 /// Fills a directory beside `out` and gives it that name when all is written.
@@ -107,12 +140,15 @@ fn publish(out: &Path, fill: impl FnOnce(&Path) -> Result<(), Failure>) -> Resul
     std::fs::rename(&whole, out).map_err(io)
 }
 
-fn text(document: &Document) -> String {
+fn text(document: &Document, base: Option<&Path>) -> String {
     let Document { source, out, tensors, .. } = document;
     let size = bytes(document.bytes);
     let mut text = format!("{source}\n{out}: {tensors} tensors, {size}\n");
     match document.verdict {
-        Verdict::Accept => text += &format!("{} by audit, without a base", good("accept")),
+        Verdict::Accept => {
+            let against = base.map_or("without a base".to_owned(), |base| format!("against {}", base.display()));
+            text += &format!("{} by audit, {against}", good("accept"));
+        }
         Verdict::Reject => {
             let code = document.code.map_or("", |code| code.as_str());
             text += &format!("{} {code}: {}", bad("reject"), document.message.as_deref().unwrap_or_default());

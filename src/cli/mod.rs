@@ -64,7 +64,7 @@ enum Command {
     Devices(devices::Devices),
     /// Judge an adapter: what would be applied where, and whether every tensor has its place
     Audit(audit::Audit),
-    /// Rewrite adapter_model.bin as safetensors, running nothing of the pickle
+    /// Rewrite adapter_model.bin or a GGUF file as safetensors, running nothing of a pickle
     Convert(convert::Convert),
     /// Load adapters, apply a different one to every row of a batch, check every element
     Run(Box<run::Run>),

@@ -1,5 +1,8 @@
 //! `lorapool convert`
 
+#[path = "../loader_support/mod.rs"]
+mod loader_support;
+
 use std::fs;
 
 use crate::{fixture, lorapool};
@@ -47,4 +50,20 @@ fn a_hostile_pickle_leaves_nothing_behind() {
         "E_WEIGHTS_MISSING",
         &[],
     );
+}
+
+#[test]
+fn a_gguf_adapter_is_written_as_safetensors_against_its_base() {
+    use loader_support::{fixture_files, gguf::Gguf};
+    let dir = tempfile::tempdir().unwrap();
+    let (file, out, base) = (dir.path().join("a.gguf"), dir.path().join("out"), fixture("_base/llama"));
+    fs::write(&file, Gguf::converted(&fixture_files("05_r1"), "llama", Some([4, 2])).bytes()).unwrap();
+    let (from, to) = (file.to_str().unwrap(), out.to_str().unwrap());
+    lorapool(["convert", from, to, "--json"]).fails(1, "E_WEIGHTS_GGUF", &["a.gguf", "base"]);
+    assert!(!out.exists());
+    let ran = lorapool(["convert", from, to, "--base", &base, "--json"]);
+    assert_eq!((ran.code, &ran.json()["verdict"]), (0, &"accept".into()), "{ran:?}");
+    let digest = |path: &str| lorapool(["audit", path, "--base", &base, "--json"]).json()["digest"].clone();
+    assert_eq!(digest(to), digest(&fixture("05_r1")));
+    assert_eq!(digest(from), digest(to));
 }

@@ -2,6 +2,8 @@
 //! ones included.
 #![allow(dead_code, reason = "each test binary uses some of it")]
 
+pub mod gguf;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
