@@ -10,6 +10,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod launch;
+mod product;
 mod registry;
 mod transfer;
 #[cfg(feature = "vulkan")]
@@ -21,10 +22,12 @@ use std::fmt::Debug;
 
 pub use caps::{Caps, DeviceClass, WeightLayout};
 pub use launch::{Launch, Pipeline};
+pub use product::Product;
 pub use registry::{Listing, best, list, names, open};
 pub use transfer::{HostBuffer, HostBytes, check_download};
 
 use crate::contract::{Kernel, Spec};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -92,6 +95,17 @@ pub trait GpuBackend: Debug + Send + Sync {
     /// [`Error::OutOfBounds`] when `to` is longer than `src`.
     fn download(&self, src: &Region, to: &mut [u8]) -> Result<()> {
         transfer::download_in_pieces(self, src, to)
+    }
+
+    /// Keeps `products` of matrices of `dtype`, one after the other, by the vendor's own matrix library: what the
+    /// base model costs a host's engine. For measurement alone.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where there is no such library, which is so on most devices.
+    fn capture_products(&self, dtype: DType, products: &[Product<'_>]) -> Result<Box<dyn Graph>> {
+        let _ = (dtype, products);
+        let reason = "no matrix library".to_owned();
+        Err(Error::Unavailable { backend: self.caps().backend, reason })
     }
 }
 

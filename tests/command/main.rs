@@ -5,6 +5,7 @@
 mod apply;
 mod apply_errors;
 mod audit;
+mod bench;
 mod convert;
 mod devices;
 mod run;

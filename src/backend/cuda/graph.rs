@@ -9,7 +9,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec_st, CUstream, CUstream_flags, CUstreamCaptureMode};
 
 use super::driver::{Handle, check};
-use super::encoder::{Commands, List};
+use super::encoder::Commands;
 use super::memory::Chunk;
 use super::queue::{Remains, Shared};
 use crate::backend::{Graph, Ticket};
@@ -34,24 +34,43 @@ impl fmt::Debug for CudaGraph {
 
 /// Keeps `commands` as a graph.
 pub(super) fn capture(shared: &Arc<Shared>, commands: &mut Commands) -> Result<CudaGraph> {
-    let exec = {
-        let _bound = shared.device.bind()?;
-        instantiate(&commands.list)?
-    };
-    let mut owners = std::mem::take(&mut commands.list.owners);
-    owners.sort_by_key(|owner| Arc::as_ptr(owner).cast::<()>());
-    owners.dedup_by(|a, b| Arc::ptr_eq(a, b));
-    Ok(CudaGraph { shared: shared.clone(), exec, chunks: std::mem::take(&mut commands.chunks), owners })
+    let owners = std::mem::take(&mut commands.list.owners);
+    let mut graph = capture_with(shared, owners, |stream| commands.list.enqueue(stream))?;
+    graph.chunks = std::mem::take(&mut commands.chunks);
+    Ok(graph)
 }
 
-/// Captures `list` on a stream made for it. The context is current.
-fn instantiate(list: &List) -> Result<Handle<CUgraphExec_st>> {
+/// Keeps what `send` sends to a stream as a graph, and with it `owners`: every allocation that it touches.
+pub(super) fn capture_with(
+    shared: &Arc<Shared>,
+    mut owners: Vec<Arc<dyn Allocation>>,
+    send: impl FnOnce(CUstream) -> Result<()>,
+) -> Result<CudaGraph> {
+    let exec = {
+        let _bound = shared.device.bind()?;
+        instantiate(send)?
+    };
+    owners.sort_by_key(|owner| Arc::as_ptr(owner).cast::<()>());
+    owners.dedup_by(|a, b| Arc::ptr_eq(a, b));
+    Ok(CudaGraph { shared: shared.clone(), exec, chunks: Vec::new(), owners })
+}
+
+impl CudaGraph {
+    /// The same graph, which keeps `owner` too.
+    pub(super) fn keeping(mut self, owner: Arc<dyn Allocation>) -> Self {
+        self.owners.push(owner);
+        self
+    }
+}
+
+/// Captures what `send` sends, on a stream made for it. The context is current.
+fn instantiate(send: impl FnOnce(CUstream) -> Result<()>) -> Result<Handle<CUgraphExec_st>> {
     let mut stream: CUstream = ptr::null_mut();
     // SAFETY: writes one handle; a context is current.
     check("cuStreamCreate", unsafe {
         sys::cuStreamCreate(&mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)
     })?;
-    let graph = record(list, stream);
+    let graph = record(send, stream);
     // SAFETY: made above; the capture has ended, and the stream has no work.
     let _ = unsafe { sys::cuStreamDestroy_v2(stream) };
     let graph = graph?;
@@ -63,12 +82,12 @@ fn instantiate(list: &List) -> Result<Handle<CUgraphExec_st>> {
     made.map(|()| Handle(exec))
 }
 
-fn record(list: &List, stream: CUstream) -> Result<CUgraph> {
+fn record(send: impl FnOnce(CUstream) -> Result<()>, stream: CUstream) -> Result<CUgraph> {
     // Only this thread's own calls could disturb the capture, and until its end it makes none but these.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     // SAFETY: a stream of the current context, with no work.
     check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
-    let sent = list.enqueue(stream);
+    let sent = send(stream);
     let mut graph: CUgraph = ptr::null_mut();
     // SAFETY: the capture began above, on this thread; writes one handle, null where the capture failed.
     let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });

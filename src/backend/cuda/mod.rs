@@ -11,6 +11,7 @@ mod graph;
 mod host;
 mod memory;
 mod module;
+mod product;
 mod queue;
 mod sm90;
 mod transfer;
@@ -21,8 +22,9 @@ use self::device::{Device, candidates};
 use self::encoder::CudaEncoder;
 use self::memory::Memory;
 use self::queue::Shared;
-use super::{Caps, GpuBackend, Graph, HostBuffer, Pipeline, Record, Ticket};
+use super::{Caps, GpuBackend, Graph, HostBuffer, Pipeline, Product, Record, Ticket};
 use crate::contract::{Kernel, Spec};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -130,5 +132,9 @@ impl GpuBackend for CudaBackend {
 
     fn download(&self, src: &Region, to: &mut [u8]) -> Result<()> {
         transfer::download(&self.shared, src, to)
+    }
+
+    fn capture_products(&self, dtype: DType, products: &[Product<'_>]) -> Result<Box<dyn Graph>> {
+        Ok(Box::new(product::capture(&self.shared, dtype, products)?))
     }
 }

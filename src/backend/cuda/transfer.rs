@@ -81,7 +81,7 @@ pub(super) fn download(shared: &Shared, src: &Region, to: &mut [u8]) -> Result<(
 
 impl Shared {
     /// Runs `send` on a stream beside the queue's and waits for it. The host must not be capturing.
-    fn beside(&self, send: impl FnOnce(sys::CUstream) -> Result<()>) -> Result<()> {
+    pub(super) fn beside(&self, send: impl FnOnce(sys::CUstream) -> Result<()>) -> Result<()> {
         if self.capturing()? {
             return Err(Error::Input(
                 "the host is capturing its stream: transfers work once the capture has ended".into(),

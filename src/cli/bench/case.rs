@@ -77,6 +77,16 @@ impl Case {
         decode.into_iter().map(of(Op::Bgmv)).chain([small]).chain(prefill.into_iter().map(of(Op::Sgmv))).collect()
     }
 
+    /// Decode against rows and against adapters, at rank 16.
+    pub fn sweep() -> Vec<Self> {
+        let powers = |last: u32| (0..=last).map(|power| 1 << power);
+        let one = powers(8).map(|rows| (rows, 1));
+        let each = powers(6).skip(1).map(|rows| (rows, rows));
+        let some = powers(5).skip(1).map(|adapters| (64, adapters));
+        let case = |(rows, adapters)| Self::new(Op::Bgmv, rows, adapters, 16, Mix::Distinct);
+        one.chain(each).chain(some).map(case).collect()
+    }
+
     /// The step that swaps are timed beside.
     pub fn usual_step() -> Self {
         Self::new(Op::Bgmv, 16, 16, 16, Mix::Distinct)
@@ -115,7 +125,7 @@ mod tests {
 
     #[test]
     fn names_of_the_usual_cases_differ_and_every_row_has_an_adapter_of_the_case() {
-        let cases = Case::usual();
+        let cases: Vec<Case> = Case::usual();
         for (i, case) in cases.iter().enumerate() {
             assert!(cases[..i].iter().all(|other| other.name != case.name), "{}", case.name);
             let slots = case.slots(1);

@@ -1,13 +1,18 @@
 //! `lorapool bench`: what adapters cost on a device, beside the least that they could cost there.
 
 mod case;
+mod plot;
 mod report;
 mod rig;
 mod swap;
 
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
+use lorapool::Error;
 use lorapool::ops::Op;
 use lorapool::pool::SiteSpec;
 
@@ -25,7 +30,8 @@ use rig::Rig;
 /// A step is one captured graph. Each time is the mean of a burst of replays, and what is printed is the median
 /// of many bursts. Beside it stands the floor: the fewest bytes that the step can move (the weights of the
 /// adapters in the batch and the activations read, the outputs read and written) over the bandwidth of the
-/// device's own copies, measured in the same run. Weights are synthetic; results are checked by `run`, not here.
+/// device's own copies, measured in the same run. Where the vendor's matrix library is found (cuBLAS), the base model's
+/// own products for the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic; results are checked by `run`, not here.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     lorapool bench                                       the usual cases at the shapes of Llama-3.1-8B\n  \
@@ -33,6 +39,7 @@ use rig::Rig;
     lorapool bench --rows 8 --adapters 8 --rank 32 --mix zipf\n  \
     lorapool bench --base models/qwen --layers 4 --backend vulkan\n  \
     lorapool bench --swap --case 16x16-r16               what swaps cost, and what a step notices of them\n  \
+    lorapool bench --sweep --plot decode.svg\n  \
     lorapool bench --list")]
 pub struct Bench {
     #[command(flatten)]
@@ -41,6 +48,14 @@ pub struct Bench {
     /// Run only the case of this name (see --list); repeat for more
     #[arg(long = "case", value_name = "NAME", conflicts_with = "rows")]
     cases: Vec<String>,
+
+    /// The cases of a picture: decode of 1 to 256 rows, with one adapter and with one a row, and 64 rows with 1 to 64
+    #[arg(long, conflicts_with_all = ["cases", "rows"])]
+    sweep: bool,
+
+    /// Draw the times against rows and adapters, as SVG
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
 
     /// Print the names of the usual cases and run none
     #[arg(long)]
@@ -104,6 +119,11 @@ impl Bench {
         // Cases of one rank share a pool; the order within a rank stays.
         cases.sort_by_key(|case| case.rank);
         let (shapes, sites) = self.sites()?;
+        // Before anything is timed: hours of cases must not end at a path that can't be written.
+        let plot = match &self.plot {
+            Some(path) => Some((path, File::create(path).map_err(|error| Failure::io(path.display(), error))?)),
+            None => None,
+        };
         let gpu = self.device.open()?;
         if self.swap {
             let mut progress = Progress::new("swaps", 1);
@@ -119,18 +139,32 @@ impl Bench {
         let (bandwidth, copied) = rig::copy_bandwidth(&*gpu, samples)?;
         let mut progress = Progress::new("cases", cases.len());
         let mut report = Report::new(gpu.caps(), shapes, sites.len(), self.dtype, bandwidth, copied);
+        let mut bases: BTreeMap<u32, f64> = BTreeMap::new();
         for cases in cases.chunk_by(|a, b| a.rank == b.rank) {
             let slots = cases.iter().map(|case| case.adapters).max().unwrap_or(1);
             progress.start("filling the pool");
             let rig = Rig::new(&gpu, sites.clone(), cases[0].rank, slots, self.dtype)?;
             for case in cases {
                 progress.start(&case.name);
-                let (times, bytes, used) = rig.run(case, samples, self.seed)?;
-                report.lines.push(Line::new(case, used, rig.pool_bytes(), &times, bytes, bandwidth));
+                let (times, step) = rig.run(case, samples, self.seed)?;
+                if report.no_base.is_none() && !bases.contains_key(&case.rows) {
+                    match rig::base(&*gpu, &sites, case.rows, self.dtype, samples) {
+                        Ok(times) => drop(bases.insert(case.rows, times.quantile(0.5))),
+                        Err(Error::Unavailable { reason, .. }) => report.no_base = Some(reason),
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                let base = bases.get(&case.rows).copied();
+                report.lines.push(Line::new(case, &step, rig.pool_bytes(), &times, bandwidth, base));
                 progress.done();
             }
         }
         drop(progress);
+        if let Some((path, mut file)) = plot {
+            let drawn = plot::svg(&report).map_err(|error| std::io::Error::other(error.to_string()));
+            let written = drawn.and_then(|drawing| file.write_all(drawing.as_bytes()));
+            written.map_err(|error| Failure::io(path.display(), error))?;
+        }
         console.result(&report, Report::text);
         Ok(Status::Done)
     }
@@ -139,6 +173,9 @@ impl Bench {
         if let Some(rows) = self.rows {
             let op = if self.prefill { Op::Sgmv } else { Op::Bgmv };
             return Ok(vec![Case::new(op, rows, self.adapters, self.rank, self.mix)]);
+        }
+        if self.sweep {
+            return Ok(Case::sweep());
         }
         let usual = Case::usual();
         if self.cases.is_empty() {

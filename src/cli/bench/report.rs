@@ -6,17 +6,19 @@ use serde::Serialize;
 
 use super::super::console::{bytes, render, table};
 use super::case::Case;
-use super::rig::Times;
+use super::rig::{Step, Times};
 
 /// One case's times. Microseconds.
 #[derive(Debug, Serialize)]
 pub struct Line {
+    /// What was timed.
     #[serde(flatten)]
-    case: Case,
+    pub case: Case,
     /// Adapters that the batch has.
-    adapters_used: u32,
+    pub adapters_used: u32,
     pool_bytes: u64,
-    median_us: f64,
+    /// The median.
+    pub median_us: f64,
     min_us: f64,
     p10_us: f64,
     p90_us: f64,
@@ -25,18 +27,23 @@ pub struct Line {
     /// Replays that each sample is the mean of.
     burst: usize,
     floor_bytes: u64,
-    floor_us: f64,
+    /// The least that the device's bandwidth allows.
+    pub floor_us: f64,
     over_floor: f64,
+    /// The base model's own products for these rows, by the vendor's library; absent where there is none.
+    base_us: Option<f64>,
+    /// What the step adds to them.
+    adds_percent: Option<f64>,
 }
 
 impl Line {
     /// From sorted times, the floor's bytes, and bytes per second of a copy.
-    pub fn new(case: &Case, adapters_used: u32, pool_bytes: u64, times: &Times, floor: u64, bandwidth: f64) -> Self {
-        let floor_us = floor as f64 / bandwidth * 1e6;
+    pub fn new(case: &Case, step: &Step, pool_bytes: u64, times: &Times, bandwidth: f64, base_us: Option<f64>) -> Self {
+        let floor_us = step.floor_bytes as f64 / bandwidth * 1e6;
         let median_us = times.quantile(0.5);
         Self {
             case: case.clone(),
-            adapters_used,
+            adapters_used: step.adapters,
             pool_bytes,
             median_us,
             min_us: times.quantile(0.0),
@@ -45,9 +52,11 @@ impl Line {
             max_us: times.quantile(1.0),
             samples: times.micros.len(),
             burst: times.burst,
-            floor_bytes: floor,
+            floor_bytes: step.floor_bytes,
             floor_us,
             over_floor: median_us / floor_us,
+            base_us,
+            adds_percent: base_us.map(|base| median_us / base * 100.0),
         }
     }
 }
@@ -67,6 +76,8 @@ pub struct Report {
     copy_bytes_per_second: f64,
     /// Bytes that were copied.
     copy_bytes: u64,
+    /// Why there is no time of the base model's own products.
+    pub no_base: Option<String>,
     /// The cases.
     #[serde(rename = "results")]
     pub lines: Vec<Line>,
@@ -86,8 +97,24 @@ impl Report {
             dtype,
             copy_bytes_per_second: bandwidth,
             copy_bytes: copied,
+            no_base: None,
             lines: Vec::new(),
         }
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        self.backend
+    }
+
+    /// Name of the device.
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// What the shapes are called.
+    pub fn shapes(&self) -> &str {
+        &self.shapes
     }
 
     /// For people.
@@ -104,8 +131,21 @@ impl Report {
             self.copy_bytes_per_second / 1e12,
             bytes(self.copy_bytes),
         );
-        let header = ["case", "op", "rows", "adapters", "rank", "median us", "p10", "p90", "floor us", "x floor"];
-        let mut table = table(&header, &[2, 3, 4, 5, 6, 7, 8, 9]);
+        let header = [
+            "case",
+            "op",
+            "rows",
+            "adapters",
+            "rank",
+            "median us",
+            "p10",
+            "p90",
+            "floor us",
+            "x floor",
+            "base us",
+            "adds",
+        ];
+        let mut table = table(&header, &[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
         for line in &self.lines {
             table.add_row([
                 line.case.name.clone(),
@@ -118,9 +158,14 @@ impl Report {
                 format!("{:.1}", line.p90_us),
                 format!("{:.1}", line.floor_us),
                 format!("{:.2}", line.over_floor),
+                line.base_us.map_or("-".to_owned(), |us| format!("{us:.0}")),
+                line.adds_percent.map_or("-".to_owned(), |percent| format!("{percent:.1} %")),
             ]);
         }
         out += &render(&table);
+        if let Some(reason) = &self.no_base {
+            out += &format!("\n\nno time of the base model's own products: {reason}");
+        }
         out
     }
 }

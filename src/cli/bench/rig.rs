@@ -1,10 +1,12 @@
 //! A pool full of synthetic adapters, activations, and the clock.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lorapool::adapter::{LoraModule, SiteId};
-use lorapool::backend::{DeviceClass, GpuBackend, Graph, Ticket};
+use lorapool::backend::{DeviceClass, GpuBackend, Graph, Product, Ticket};
 use lorapool::conformance::Dice;
 use lorapool::ops::{Applier, Matrix, Op, Output};
 use lorapool::pool::{Cell, Part, Plan, Pool, PoolSpec, SiteSpec};
@@ -231,25 +233,75 @@ impl Rig {
         (bytes, used.len() as u32)
     }
 
-    /// Times one step of `case`: every site, in one captured graph. Also the floor's bytes, and the number of
-    /// adapters that the batch has.
-    pub fn run(&self, case: &Case, samples: usize, seed: u64) -> Result<(Times, u64, u32)> {
+    /// Captures one step of `case`, every site in one graph. Its small adapter, if it has one, is in its slot from
+    /// then on, until [`Rig::run`] has timed the step.
+    pub fn prepare(&self, case: &Case, seed: u64) -> Result<Step> {
         let slots = case.slots(seed);
         let plan = Plan::from_slots(slots.iter().copied());
         let applier = Applier::new(&*self.gpu, &self.pool, self.act, plan.capacity())?;
-        let small = case.small_last.then_some(case.adapters - 1);
-        if let Some(slot) = small {
-            self.publish(slot, true)?;
+        if case.small_last {
+            self.publish(case.adapters - 1, true)?;
         }
         let graph = record(&*self.gpu, &self.pool, &applier, case.op, &plan)?;
         self.gpu.submit(&mut |encoder| applier.write_batch(encoder, &plan, plan.capacity()))?;
-        let times = time(&*self.gpu, &|| graph.replay(), samples)?;
-        if let Some(slot) = small {
-            self.publish(slot, false)?;
-        }
-        let (bytes, used) = self.floor_bytes(case, &slots);
-        Ok((times, bytes, used))
+        let (floor_bytes, adapters) = self.floor_bytes(case, &slots);
+        Ok(Step { graph, floor_bytes, adapters })
     }
+
+    /// Times one step of `case`.
+    pub fn run(&self, case: &Case, samples: usize, seed: u64) -> Result<(Times, Step)> {
+        let step = self.prepare(case, seed)?;
+        let times = time(&*self.gpu, &|| step.graph.replay(), samples)?;
+        if case.small_last {
+            self.publish(case.adapters - 1, false)?;
+        }
+        Ok((times, step))
+    }
+}
+
+/// A captured step.
+#[derive(Debug)]
+pub struct Step {
+    /// Its work.
+    pub graph: Box<dyn Graph>,
+    /// The fewest bytes that it can move.
+    pub floor_bytes: u64,
+    /// Adapters that its batch has.
+    pub adapters: u32,
+}
+
+/// Times the base model's own products at `sites` for `rows` rows by the vendor's matrix library, in one captured graph.
+/// All layers share one layer's weights: more than a cache keeps until the next layer.
+///
+/// # Errors
+/// [`Error::Unavailable`](lorapool::Error::Unavailable) where there is no such library.
+pub fn base(gpu: &dyn GpuBackend, sites: &[SiteSpec], rows: u32, act: DType, samples: usize) -> Result<Times> {
+    let matrix = |rows: u32, width: u32| -> Result<Region> {
+        let len = (u64::from(rows) * u64::from(width) * act.size()).next_multiple_of(4);
+        let region = gpu.alloc(len, "base model")?;
+        fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
+        Ok(region)
+    };
+    let mut weights: BTreeMap<&LoraModule, Region> = BTreeMap::new();
+    let mut activations: BTreeMap<(bool, u32), Region> = BTreeMap::new();
+    for site in sites {
+        if !weights.contains_key(&site.id.module) {
+            weights.insert(&site.id.module, matrix(site.out_features, site.in_features)?);
+        }
+        for key in [(false, site.in_features), (true, site.out_features)] {
+            if let Entry::Vacant(vacant) = activations.entry(key) {
+                vacant.insert(matrix(rows, key.1)?);
+            }
+        }
+    }
+    let product = |site: &SiteSpec| {
+        let (in_features, out_features) = (site.in_features, site.out_features);
+        let (x, y) = (activations.get(&(false, in_features))?, activations.get(&(true, out_features))?);
+        Some(Product { rows, in_features, out_features, x, w: weights.get(&site.id.module)?, y })
+    };
+    let products: Vec<Product<'_>> = sites.iter().filter_map(product).collect();
+    let graph = gpu.capture_products(act, &products)?;
+    time(gpu, &|| graph.replay(), samples)
 }
 
 /// Records a step over all sites of a pool. Layers share activations: a model's are no larger than one layer's either.
