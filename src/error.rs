@@ -98,8 +98,15 @@ pub enum Error {
         resident: Vec<String>,
     },
 
-    /// No slot has this number.
-    #[error("slot {slot} does not exist; there are {slots}")]
+    /// A request wants the active adapter, and no adapter is active.
+    #[error("no adapter is active: activate one, or name the adapter or the base; resident: {resident:?}")]
+    NoActive {
+        /// Names that could be activated.
+        resident: Vec<String>,
+    },
+
+    /// No slot has this number, or the one that has it is vacant.
+    #[error("slot {slot} holds no adapter; there are slots 0 to {}", .slots.saturating_sub(1))]
     UnknownSlot {
         /// The number asked for.
         slot: i64,
@@ -212,6 +219,7 @@ impl Error {
             Error::OutOfBounds { .. } => "E_OUT_OF_BOUNDS",
             Error::Shape { .. } => "E_SHAPE",
             Error::UnknownAdapter { .. } => "E_UNKNOWN_ADAPTER",
+            Error::NoActive { .. } => "E_NO_ACTIVE",
             Error::UnknownSlot { .. } => "E_UNKNOWN_SLOT",
             Error::SlotBusy { .. } => "E_SLOT_BUSY",
             Error::PoolFull { .. } => "E_POOL_FULL",

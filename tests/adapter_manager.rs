@@ -436,3 +436,20 @@ fn without_a_host_cache_files_are_read_on_every_load() {
     change(dir.path(), true);
     assert_ne!(id("disk"), first);
 }
+
+#[test]
+fn without_an_active_adapter_a_request_for_it_is_told_so() {
+    let rig = Rig::new(2, Options::default());
+    rig.manager.load("p", memory(1)).unwrap();
+    let error = rig.manager.acquire_active().unwrap_err();
+    assert_eq!(error.code(), "E_NO_ACTIVE");
+    assert!(error.to_string().contains("\"p\""), "{error}");
+    assert_eq!(rig.manager.weights().device_slot(SlotRef::Active).unwrap_err().code(), "E_NO_ACTIVE");
+    let vacant = rig.manager.weights().device_slot(SlotRef::Slot(1)).unwrap_err();
+    assert_eq!(
+        (vacant.code(), &*vacant.to_string()),
+        ("E_UNKNOWN_SLOT", "slot 1 holds no adapter; there are slots 0 to 1")
+    );
+    rig.manager.activate("p").unwrap();
+    assert_eq!(rig.manager.acquire_active().unwrap().name(), "p");
+}

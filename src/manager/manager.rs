@@ -189,10 +189,20 @@ impl AdapterManager {
     /// A lease on the active adapter, whichever it is now.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`] when no adapter is active.
+    /// [`Error::NoActive`].
     pub fn acquire_active(self: &Arc<Self>) -> Result<Lease> {
-        let name = read(&self.weights).name.clone();
-        self.try_acquire(&name).ok_or_else(|| read(&self.weights).unknown(&name))
+        let active = || read(&self.weights).name.clone();
+        let mut name = active();
+        loop {
+            if let Some(lease) = self.try_acquire(&name) {
+                return Ok(lease);
+            }
+            // Another may have become active since.
+            match active() {
+                now if now == name => return Err(Error::NoActive { resident: read(&self.weights).adapter_names() }),
+                now => name = now,
+            }
+        }
     }
 
     /// Makes `name` resident without a lease, and returns its slot. It does not become active.

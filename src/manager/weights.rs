@@ -125,11 +125,14 @@ impl LoraWeights {
     /// What the kernels' row table says for `slot`: -1 for the base.
     ///
     /// # Errors
-    /// [`Error::UnknownSlot`] for a slot that doesn't exist or holds nothing: a request for an adapter
-    /// is never answered by the base.
+    /// [`Error::UnknownSlot`] for a slot that doesn't exist or holds nothing, [`Error::NoActive`]: a request for an
+    /// adapter is never answered by the base.
     pub fn device_slot(&self, slot: SlotRef) -> Result<i32> {
         let slot = match slot {
             SlotRef::Base => return Ok(-1),
+            SlotRef::Active if self.active == Self::NO_SLOT => {
+                return Err(Error::NoActive { resident: self.adapter_names() });
+            }
             SlotRef::Active => self.active,
             SlotRef::Slot(slot) => slot as usize,
         };
