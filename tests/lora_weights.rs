@@ -25,7 +25,7 @@ fn spec(max_rank: u32, max_loras: u32) -> PoolSpec {
     let modules = [LoraModule::QProj, LoraModule::KProj, LoraModule::VProj];
     let all = (0..2).flat_map(|layer| modules.clone().map(|module| site(layer, module)));
     let sites = all.map(|id| SiteSpec { id, in_features: WIDTH, out_features: WIDTH }).collect();
-    PoolSpec { sites, max_rank, max_loras, dtype: DType::F32 }
+    PoolSpec { sites, max_rank, max_loras, dtype: DType::F32, vectors: true }
 }
 
 fn matrix(rows: usize, cols: usize, seed: u64) -> HostMatrix {
@@ -41,6 +41,7 @@ fn adapter(sites: &[SiteId], rank: usize, scale: f32, seed: u64) -> Adapter {
         a: matrix(rank, WIDTH as usize, seed),
         b: matrix(WIDTH as usize, rank, seed + 7),
         scale,
+        vectors: None,
     };
     let config = PeftAdapterConfig { r: rank, ..PeftAdapterConfig::default() };
     Adapter { config, scale, ..Adapter::from_pairs(sites.iter().map(pair).collect()) }

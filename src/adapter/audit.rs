@@ -13,6 +13,7 @@ use super::reject::{Code, Reject};
 use super::site::SiteId;
 use super::suspect::suspicions;
 use super::weights::{Adapter, HostPair, Notice, TensorFate};
+use crate::contract::vector_len;
 use crate::error::{Error, Result};
 
 /// Whether an adapter would be served.
@@ -50,10 +51,22 @@ pub struct AuditSite {
     /// Width of the output.
     #[serde(rename = "out")]
     pub out_features: usize,
-    /// Bytes of A and B in the file's element types.
+    /// What the adapter does to the outputs beside the delta.
+    pub vectors: Option<Vectors>,
+    /// Bytes of A and B in the file's element types, and of gains and offsets.
     pub bytes: u64,
-    /// Frobenius norm of scale * B * A: how much the adapter changes here.
+    /// Frobenius norm of scale * B * A: how much the delta changes here.
     pub norm: f64,
+}
+
+/// Why a site has gains and offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Vectors {
+    /// Rows are rescaled to learnt magnitudes.
+    Dora,
+    /// lora_B has a bias.
+    LoraBias,
 }
 
 /// The findings. Serialises to the JSON of `lorapool audit --json`.
@@ -73,7 +86,7 @@ pub struct Audit {
     pub fates: Vec<TensorFate>,
     /// The sites, in natural order of their paths; empty for a rejected adapter.
     pub sites: Vec<AuditSite>,
-    /// Bytes of all pairs at their true ranks in the file's element types, each matrix rounded up to 16 bytes: the
+    /// Bytes of all pairs at their true ranks in the file's element types, each matrix and vector rounded up to 16 bytes: the
     /// least that a slot can take. A pool pads every slot to its own maximum rank.
     pub slot_bytes: u64,
     /// Content identity, in hexadecimal: see [`Adapter::digest`].
@@ -122,7 +135,8 @@ impl Audit {
 
     /// The findings on an adapter that was loaded, with remarks on what looks wrong in it.
     pub fn of(adapter: &Adapter) -> Self {
-        let sites: Vec<_> = adapter.pairs.par_iter().map(AuditSite::of).collect();
+        let kind = if adapter.config.use_dora { Vectors::Dora } else { Vectors::LoraBias };
+        let sites: Vec<_> = adapter.pairs.par_iter().map(|pair| AuditSite::of(pair, kind)).collect();
         let notices = [adapter.notices.clone(), suspicions(adapter, &sites)].concat();
         Audit {
             verdict: Verdict::Accept,
@@ -132,27 +146,31 @@ impl Audit {
             tensors: TensorCounts { applied: adapter.tensors_applied(), total: adapter.tensors.len() },
             fates: adapter.tensors.clone(),
             sites,
-            slot_bytes: adapter
-                .pairs
-                .iter()
-                .flat_map(|p| [&p.a, &p.b])
-                .map(|m| (m.bytes.len() as u64).next_multiple_of(16))
-                .sum(),
+            slot_bytes: adapter.pairs.iter().map(least_bytes).sum(),
             digest: Some(adapter.digest.iter().map(|byte| format!("{byte:02x}")).collect()),
             config: Some(adapter.config.clone()),
         }
     }
 }
 
+/// Least that a slot can take for a pair.
+fn least_bytes(pair: &HostPair) -> u64 {
+    let matrices = [&pair.a, &pair.b].map(|matrix| (matrix.bytes.len() as u64).next_multiple_of(16));
+    let vectors = if pair.vectors.is_some() { 2 * 4 * vector_len(pair.out_features() as u32) } else { 0 };
+    matrices.into_iter().sum::<u64>() + vectors
+}
+
 impl AuditSite {
-    fn of(pair: &HostPair) -> Self {
+    fn of(pair: &HostPair, kind: Vectors) -> Self {
+        let vectors = pair.vectors.as_ref().map_or(0, |v| 4 * (v.gain.len() + v.offset.len()));
         AuditSite {
             site: pair.site.clone(),
             rank: pair.rank(),
             scale: pair.scale,
             in_features: pair.in_features(),
             out_features: pair.out_features(),
-            bytes: (pair.a.bytes.len() + pair.b.bytes.len()) as u64,
+            vectors: pair.vectors.is_some().then_some(kind),
+            bytes: (pair.a.bytes.len() + pair.b.bytes.len() + vectors) as u64,
             norm: norm(pair),
         }
     }
@@ -200,7 +218,7 @@ mod tests {
             (HostMatrix { dtype: DType::F32, rows, cols, bytes }, values)
         };
         let ((a, av), (b, bv)) = (matrix(5, 37, 1), matrix(11, 5, 7));
-        let pair = HostPair { site: SiteId::from_path("x"), a, b, scale: -1.5 };
+        let pair = HostPair { site: SiteId::from_path("x"), a, b, scale: -1.5, vectors: None };
         let mut sum = 0.0;
         for o in 0..11 {
             for i in 0..37 {

@@ -13,7 +13,7 @@ use super::json::excerpt;
 use super::reading::{Reading, listed};
 use super::reject::{Code, Loaded, Reject};
 use super::stack::{Block, stack};
-use super::weights::{HostMatrix, HostPair};
+use super::weights::{HostMatrix, HostPair, RowVectors};
 use crate::contract::MAX_RANK;
 
 /// One linear in place of several.
@@ -210,8 +210,9 @@ impl Reading<'_> {
                     for linear in linears {
                         let rows = first_row..first_row + linear.out_features;
                         first_row = rows.end;
-                        let (a, b) = (pair.a.clone(), slice(&pair.b, rows));
-                        let part = HostPair { site: linear.site.clone(), a, b, scale: pair.scale };
+                        let (a, b) = (pair.a.clone(), slice(&pair.b, rows.clone()));
+                        let vectors = pair.vectors.as_ref().map(|vectors| vectors.rows(rows));
+                        let part = HostPair { site: linear.site.clone(), a, b, scale: pair.scale, vectors };
                         fitted.push((pair.site.path.clone(), part));
                     }
                     apart.push(pair.site.path);
@@ -242,7 +243,9 @@ impl Reading<'_> {
             let blocks: Vec<_> = parts.iter().map(Block::from).collect();
             let (a, b, scale) = stack(&blocks, linear.out_features);
             joins.push(format!("{} into {whole} (rank {rank})", names.join(", ")));
-            fitted.push((parts[0].0.site.path.clone(), HostPair { site: linear.site.clone(), a, b, scale }));
+            let vectors = RowVectors::join(&parts, linear.out_features);
+            let site = linear.site.clone();
+            fitted.push((parts[0].0.site.path.clone(), HostPair { site, a, b, scale, vectors }));
         }
         let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
         for (from, pair) in &fitted {
@@ -288,6 +291,26 @@ impl Reading<'_> {
 impl<'p> From<&'p (HostPair, Range<usize>)> for Block<'p> {
     fn from((pair, rows): &'p (HostPair, Range<usize>)) -> Self {
         Self { pair, first_row: rows.start, scale: pair.scale.into() }
+    }
+}
+
+impl RowVectors {
+    /// Those of some of the outputs.
+    fn rows(&self, rows: Range<usize>) -> Self {
+        Self { gain: self.gain[rows.clone()].to_vec(), offset: self.offset[rows].to_vec() }
+    }
+
+    /// Those of `outputs` outputs of which each part has some; none if no part has any. Outputs without stay as they are.
+    fn join(parts: &[(HostPair, Range<usize>)], outputs: usize) -> Option<Self> {
+        let mut joined = Self { gain: vec![1.0; outputs], offset: vec![0.0; outputs] };
+        let mut any = false;
+        for (pair, rows) in parts {
+            let Some(vectors) = &pair.vectors else { continue };
+            joined.gain[rows.clone()].copy_from_slice(&vectors.gain);
+            joined.offset[rows.clone()].copy_from_slice(&vectors.offset);
+            any = true;
+        }
+        any.then_some(joined)
     }
 }
 

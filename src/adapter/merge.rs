@@ -148,7 +148,7 @@ fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
     let blocks: Vec<_> =
         addends.iter().map(|(part, pair)| Block { pair, first_row: 0, scale: scale(part, pair) }).collect();
     let (a, b, scale) = stack(&blocks, pair.out_features());
-    Ok(HostPair { site, a, b, scale })
+    Ok(HostPair { site, a, b, scale, vectors: None })
 }
 
 /// What an adapter with these pairs would say of itself: one rank and one alpha, and patterns for sites that differ.

@@ -28,7 +28,7 @@ mod suspect;
 mod targets;
 mod weights;
 
-pub use audit::{Audit, AuditSite, TensorCounts, Verdict, audit, audit_merged};
+pub use audit::{Audit, AuditSite, TensorCounts, Vectors, Verdict, audit, audit_merged};
 pub use base::{BaseModel, Linear};
 pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
 pub use confine::confine;
@@ -40,4 +40,4 @@ pub use pattern::PatternError;
 pub use pickle::StateDict;
 pub use reject::{Code, Reject};
 pub use site::{LoraModule, SiteId};
-pub use weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};
+pub use weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, RowVectors, TensorFate};

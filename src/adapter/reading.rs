@@ -102,7 +102,7 @@ impl Reading<'_> {
         for ((_, a, b, scale), site) in rated.into_iter().zip(sites) {
             self.check_base(&site, a, b)?;
             let (a, b) = (self.matrix(a)?, self.matrix(b)?);
-            host.push(HostPair { site, a, b, scale });
+            host.push(HostPair { site, a, b, scale, vectors: None });
         }
         let host = self.refit(host)?;
         let mut unapplied = Vec::new();

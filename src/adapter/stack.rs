@@ -81,7 +81,8 @@ mod tests {
             dtype.encode(&values, &mut bytes);
             HostMatrix { dtype, rows, cols, bytes }
         };
-        HostPair { site: SiteId::from_path("x"), a: matrix(rank, inputs, 0.11), b: matrix(outputs, rank, 0.07), scale }
+        let (a, b) = (matrix(rank, inputs, 0.11), matrix(outputs, rank, 0.07));
+        HostPair { site: SiteId::from_path("x"), a, b, scale, vectors: None }
     }
 
     fn delta(a: &HostMatrix, b: &HostMatrix, scale: f64) -> Vec<f64> {

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::audit::AuditSite;
 use super::reading::listed;
-use super::weights::{Adapter, HostMatrix, HostPair, Notice};
+use super::weights::{Adapter, HostMatrix, HostPair, Notice, RowVectors};
 use crate::dtype::DType;
 
 /// Root mean square of a delta's elements from which on it can't be a small change: the weights of trained linears
@@ -49,7 +49,7 @@ impl Suspect {
     fn of(pair: &HostPair, site: &AuditSite) -> Self {
         let elements = (site.in_features * site.out_features) as f64;
         Self {
-            zero: is_zero(&pair.b),
+            zero: is_zero(&pair.b) && pair.vectors.as_ref().is_none_or(RowVectors::is_neutral),
             huge: site.norm > HUGE * elements.sqrt(),
             overflow: [&pair.a, &pair.b].iter().any(|matrix| matrix.to(DType::F16).is_err()),
         }

@@ -84,6 +84,28 @@ fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
+/// What a pair does to its outputs beside the delta, one number an output:
+/// `y + row_scale * ((gain - 1) * y + offset + scale * gain * B * A * x)`. Both are finite and of one length.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RowVectors {
+    /// 1 but under DoRA: magnitude over the norm of the base's row with the delta in it.
+    pub gain: Vec<f32>,
+    /// The scaled bias of lora_B; under DoRA `(1 - gain)` times the base's bias, which y holds already.
+    pub offset: Vec<f32>,
+}
+
+impl RowVectors {
+    /// Gain and offset.
+    pub fn slices(&self) -> [&[f32]; 2] {
+        [&self.gain, &self.offset]
+    }
+
+    /// Whether they change nothing.
+    pub(super) fn is_neutral(&self) -> bool {
+        self.gain.iter().all(|gain| *gain == 1.0) && self.offset.iter().all(|offset| *offset == 0.0)
+    }
+}
+
 /// A site's pair: `delta = scale * B * A * x`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostPair {
@@ -95,6 +117,8 @@ pub struct HostPair {
     pub b: HostMatrix,
     /// Scale of this module: alpha/rank, or alpha/sqrt(rank) under rsLoRA, patterns applied.
     pub scale: f32,
+    /// Gains and offsets of the outputs: under `lora_bias` and DoRA alone.
+    pub vectors: Option<RowVectors>,
 }
 
 impl HostPair {
@@ -167,7 +191,8 @@ pub struct TensorFate {
 #[derive(Clone, Debug)]
 pub struct Adapter {
     /// Content identity: SHA-256 over what decides the adapter's answers (site paths, scales, shapes, element types
-    /// and bytes of every pair and of every unapplied tensor), in the order of paths. Same digest, same answers, under
+    /// and bytes of every pair, its vectors, and every unapplied tensor), in the order of paths. Under DoRA vectors hold the
+    /// norms of the base's weights, so that the digest is that of the adapter on its base. Same digest, same answers, under
     /// whatever name, key prefix or config spelling they were saved.
     pub digest: [u8; 32],
     /// The adapter's own scale: that of every module which no pattern changes.
@@ -211,6 +236,7 @@ impl Adapter {
     pub(crate) fn forget_elements(&mut self) {
         for pair in &mut self.pairs {
             (pair.a.bytes, pair.b.bytes) = (Vec::new(), Vec::new());
+            pair.vectors = pair.vectors.take().map(|_| RowVectors::default());
         }
     }
 
@@ -235,6 +261,11 @@ fn digest(pairs: &[HostPair], unapplied: &[HostTensor]) -> [u8; 32] {
             sized(matrix.dtype.name().as_bytes());
             sized(&[(matrix.rows as u64).to_le_bytes(), (matrix.cols as u64).to_le_bytes()].concat());
             sized(&matrix.bytes);
+        }
+        if let Some(RowVectors { gain, offset }) = &pair.vectors {
+            // No path begins so.
+            sized(b"\0vectors");
+            [gain, offset].into_iter().for_each(|values| sized(bytemuck::cast_slice(values)));
         }
     }
     sized(b"unapplied");

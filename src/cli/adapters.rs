@@ -164,7 +164,8 @@ pub fn pool_spec<'a>(
     };
     let ranks = all.iter().flat_map(|named| &named.adapter.pairs).map(|pair| pair.rank());
     let max_rank = ranks.max().unwrap_or(1) as u32;
-    Ok(PoolSpec::for_base(base, max_rank, max_loras, dtype))
+    let vectors = all.iter().flat_map(|named| &named.adapter.pairs).any(|pair| pair.vectors.is_some());
+    Ok(PoolSpec { vectors, ..PoolSpec::for_base(base, max_rank, max_loras, dtype) })
 }
 
 #[cfg(test)]

@@ -107,8 +107,9 @@ impl Audit {
                 format!("its largest rank is {rank}, above --max-rank {max_rank}: such a pool would refuse it");
             findings.notices.push(Notice { code: "N_RANK_OVER_POOL", message });
         }
+        let vectors = findings.sites.iter().any(|site| site.vectors.is_some());
         let spec = match base {
-            Some(base) => PoolSpec::for_base(base, max_rank, self.max_loras, self.dtype),
+            Some(base) => PoolSpec { vectors, ..PoolSpec::for_base(base, max_rank, self.max_loras, self.dtype) },
             None => {
                 let site = |site: &AuditSite| SiteSpec {
                     id: site.site.clone(),
@@ -116,7 +117,7 @@ impl Audit {
                     out_features: site.out_features as u32,
                 };
                 let sites = findings.sites.iter().map(site).collect();
-                PoolSpec { sites, max_rank, max_loras: self.max_loras, dtype: self.dtype }
+                PoolSpec { sites, max_rank, max_loras: self.max_loras, dtype: self.dtype, vectors }
             }
         };
         let bytes = spec.bytes()?;

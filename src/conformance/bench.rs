@@ -1,7 +1,7 @@
 //! A pool with adapters in it, and batches applied through the public API.
 
 use super::oracle::{Check, Expected, Oracle, Pair};
-use crate::adapter::{Adapter, HostMatrix, HostPair};
+use crate::adapter::{Adapter, HostMatrix, HostPair, RowVectors};
 use crate::backend::{Encoder, GpuBackend};
 use crate::contract::RowRef;
 use crate::dtype::DType;
@@ -189,8 +189,9 @@ impl<'b> Bench<'b> {
                 let width = spec.in_features as usize;
                 let oracle = Oracle::new(view, &io.x[site][row * width..(row + 1) * width]);
                 let before = io.act.decode(&io.memory[io.at[site].0].1[range.clone()]);
-                let scale = f64::from(pair.scale) * f64::from(entry.scale);
-                let expected = truth(site, row, oracle.expand(&before, scale, io.act, None));
+                let scales = [pair.scale, entry.scale].map(f64::from);
+                let vectors = pair.vectors.as_ref().map(RowVectors::slices);
+                let expected = truth(site, row, oracle.expand_shaped(&before, scales, vectors, io.act, None));
                 let got = &memory[io.at[site].0][range.clone()];
                 check.row(&spec.id.path, row, io.act, &expected, &io.act.decode(got));
                 kept[io.at[site].0][range].copy_from_slice(got);

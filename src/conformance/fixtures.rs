@@ -151,7 +151,8 @@ fn spec(base: &BaseModel, max_rank: usize, max_loras: u32, dtype: DType) -> Pool
         in_features: linear.in_features as u32,
         out_features: linear.out_features as u32,
     };
-    PoolSpec { sites: base.linears().iter().map(site).collect(), max_rank: max_rank as u32, max_loras, dtype }
+    let sites = base.linears().iter().map(site).collect();
+    PoolSpec { sites, max_rank: max_rank as u32, max_loras, dtype, vectors: true }
 }
 
 /// One adapter in the middle slot of three: each row of PEFT's with it, without any, and with a vacant slot.

@@ -6,7 +6,7 @@ use super::bench::{Bench, Io, Place};
 use super::data::Dice;
 use super::oracle::Check;
 use super::{Outcome, Trial};
-use crate::adapter::{Adapter, HostMatrix, HostPair, SiteId};
+use crate::adapter::{Adapter, HostMatrix, HostPair, RowVectors, SiteId};
 use crate::backend::{DeviceClass, GpuBackend};
 use crate::contract::{MAX_SITES, RowRef};
 use crate::dtype::DType;
@@ -50,7 +50,12 @@ fn adapter(sites: &[SiteSpec], max_rank: u32, seed: u64) -> Adapter {
             HostMatrix { dtype, rows: rows as usize, cols: cols as usize, bytes }
         };
         let (a, b) = (matrix(rank, site.in_features), matrix(site.out_features, rank));
-        pairs.push(HostPair { site: site.id.clone(), a, b, scale: 0.25 + dice.unit().abs() });
+        // Two adapters in three have vectors, the third has none.
+        let vectors = (seed % 3 != 1 && dice.below(4) != 0).then(|| RowVectors {
+            gain: (0..site.out_features).map(|_| if dice.below(4) == 0 { 1.0 } else { dice.unit() * 2.0 }).collect(),
+            offset: (0..site.out_features).map(|_| dice.unit()).collect(),
+        });
+        pairs.push(HostPair { site: site.id.clone(), a, b, scale: 0.25 + dice.unit().abs(), vectors });
     }
     Adapter::from_pairs(pairs)
 }
@@ -101,7 +106,7 @@ fn stage<'b>(
     scratch: Option<u64>,
     place: Place,
 ) -> Result<(Bench<'b>, Io)> {
-    let spec = PoolSpec { sites: model(), max_rank: MAX_RANK, max_loras: SLOTS, dtype };
+    let spec = PoolSpec { sites: model(), max_rank: MAX_RANK, max_loras: SLOTS, dtype, vectors: true };
     let (x, y) = activations(&spec, act, ROWS);
     let capacity = Capacity { rows: ROWS as u32, tiles: ROWS as u32 };
     let mut bench = Bench::new(backend, spec, act, capacity, scratch)?;
@@ -247,7 +252,7 @@ fn large(backend: &dyn GpuBackend, op: Op) -> Result<Outcome> {
     }
     let path: Arc<str> = "model.layers.0.self_attn.q_proj".into();
     let site = SiteSpec { id: SiteId::from_path(&path), in_features: WIDTH, out_features: WIDTH };
-    let spec = PoolSpec { sites: vec![site], max_rank: RANK, max_loras: slots, dtype: DType::Bf16 };
+    let spec = PoolSpec { sites: vec![site], max_rank: RANK, max_loras: slots, dtype: DType::Bf16, vectors: false };
     let (x, y) = activations(&spec, DType::F32, 4);
     let last = slots as i32 - 1;
     let rows = [0, last, -1, last - 1].map(|slot| RowRef { slot, scale: 1.0 });

@@ -31,6 +31,9 @@ pub struct LoraPair {
     pub scale: f32,
     /// Rank that the slot has room for.
     pub max_rank: usize,
+    /// Whether f32 gains and offsets, one an output, lie behind B's last row: see
+    /// [`RANK_VECTORS`](crate::contract::RANK_VECTORS).
+    pub vectors: bool,
 }
 
 /// One layer's pairs; modules that the adapter does not cover are absent.
@@ -72,6 +75,7 @@ pub(super) fn layers_of(pool: &Pool, slot: u32, adapter: &Adapter) -> Result<Vec
                 n_out: pair.out_features(),
                 scale: pair.scale,
                 max_rank: pool.layout().max_rank() as usize,
+                vectors: pair.vectors.is_some(),
             },
         );
     }
@@ -87,7 +91,8 @@ pub(super) fn layer_count(pool: &Pool) -> usize {
 pub(super) fn cells_of(pool: &Pool, layers: &[Option<LoraLayerWeights>]) -> Vec<Cell> {
     let cell = |layer: usize, module: &LoraModule| {
         let pair = layers.get(layer)?.as_ref()?.module_pair(module)?;
-        Some(Cell { a: pair.a.weight, b: pair.b.weight, rank: pair.rank as u32, scale: pair.scale })
+        let (a, b) = (pair.a.weight, pair.b.weight);
+        Some(Cell { a, b, rank: pair.rank as u32, scale: pair.scale, vectors: pair.vectors })
     };
     pool.sites().iter().map(|s| cell(s.id.layer, &s.id.module).unwrap_or(Cell::EMPTY)).collect()
 }

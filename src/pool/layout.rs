@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use crate::backend::{Caps, WeightLayout};
-use crate::contract::{MAX_RANK, STRIDE_ALIGN};
+use crate::contract::{MAX_RANK, STRIDE_ALIGN, vector_len};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -25,6 +25,8 @@ pub struct SiteShape {
     pub in_features: u32,
     /// Rows of B.
     pub out_features: u32,
+    /// Whether there is room for gains and offsets behind B.
+    pub vectors: bool,
 }
 
 /// Which matrix of a pair.
@@ -32,7 +34,8 @@ pub struct SiteShape {
 pub enum Part {
     /// `A[rank][in_features]`, rows `a_stride` elements apart.
     A,
-    /// `B[out_features][rank]`, rows `b_stride` elements apart.
+    /// `B[out_features][rank]`, rows `b_stride` elements apart, and behind it the gains and offsets of pairs that have
+    /// them, where the pool has room for them.
     B,
 }
 
@@ -130,7 +133,8 @@ impl Layout {
             .iter()
             .map(|&shape| {
                 let a_bytes = u64::from(max_rank) * u64::from(stride(shape.in_features)) * element;
-                let b_bytes = u64::from(shape.out_features) * u64::from(stride(max_rank)) * element;
+                let vectors = if shape.vectors { 2 * 4 * vector_len(shape.out_features) } else { 0 };
+                let b_bytes = u64::from(shape.out_features) * u64::from(stride(max_rank)) * element + vectors;
                 let in_slot = [slot_bytes, slot_bytes + a_bytes];
                 slot_bytes += a_bytes + b_bytes;
                 Site { shape, a_bytes, b_bytes, in_slot, pieces: [Vec::new(), Vec::new()] }
@@ -264,7 +268,15 @@ impl Layout {
         stride(self.max_rank)
     }
 
-    /// Bytes that a slot has for one matrix of `site`.
+    /// Bytes from the start of B at `site` to the gains of a pair that has vectors, and to its offsets; `None` where
+    /// there is no room for them.
+    pub fn vectors(&self, site: usize) -> Option<[u64; 2]> {
+        let Site { shape, b_bytes, .. } = &self.sites[site];
+        let len = 4 * vector_len(shape.out_features);
+        shape.vectors.then(|| [b_bytes - 2 * len, b_bytes - len])
+    }
+
+    /// Bytes that a slot has for one matrix of `site`, vectors included.
     pub fn part_bytes(&self, site: usize, part: Part) -> u64 {
         match part {
             Part::A => self.sites[site].a_bytes,
@@ -354,9 +366,10 @@ mod tests {
 
     fn shapes() -> impl Strategy<Value = Vec<SiteShape>> {
         let site = (0..3usize, 1..400u32, 1..400u32);
-        prop::collection::vec(site, 1..9).prop_map(|mut sites| {
+        (prop::collection::vec(site, 1..9), any::<bool>()).prop_map(|(mut sites, vectors)| {
             sites.sort();
-            sites.into_iter().map(|(layer, i, o)| SiteShape { layer, in_features: i, out_features: o }).collect()
+            let shape = |(layer, in_features, out_features)| SiteShape { layer, in_features, out_features, vectors };
+            sites.into_iter().map(shape).collect()
         })
     }
 
@@ -414,7 +427,7 @@ mod tests {
 
     #[test]
     fn a_slot_is_one_contiguous_run_where_addresses_exist() {
-        let sites = [SiteShape { layer: 0, in_features: 48, out_features: 80 }; 3];
+        let sites = [SiteShape { layer: 0, in_features: 48, out_features: 80, vectors: false }; 3];
         let layout =
             Layout::new(&sites, 12, 4, DType::Bf16, limits(WeightLayout::SlotMajor, u64::MAX, u64::MAX)).unwrap();
         let mut next = 2 * layout.slot_bytes();
@@ -430,7 +443,7 @@ mod tests {
 
     #[test]
     fn a_pool_beyond_the_largest_allocation_becomes_several_blocks_of_whole_slots() {
-        let sites = [SiteShape { layer: 0, in_features: 4096, out_features: 4096 }];
+        let sites = [SiteShape { layer: 0, in_features: 4096, out_features: 4096, vectors: false }];
         let layout =
             Layout::new(&sites, 16, 10, DType::Bf16, limits(WeightLayout::SlotMajor, 1 << 20, u64::MAX)).unwrap();
         assert_eq!(layout.slot_bytes(), 2 * 16 * 4096 * 2);
@@ -440,7 +453,7 @@ mod tests {
 
     #[test]
     fn a_plane_beyond_the_binding_limit_is_cut_between_slots() {
-        let sites = [SiteShape { layer: 0, in_features: 14336, out_features: 64 }];
+        let sites = [SiteShape { layer: 0, in_features: 14336, out_features: 64, vectors: false }];
         let layout =
             Layout::new(&sites, 64, 100, DType::Bf16, limits(WeightLayout::SiteMajor, 256 << 20, 128 << 20)).unwrap();
         let windows = layout.windows(&[0], Part::A);

@@ -11,6 +11,7 @@ mod tables;
 use std::collections::BTreeMap;
 
 pub use layout::{Layout, Limits, Part, Place, SiteShape, Window};
+use pack::Packed;
 pub use pack::SlotImage;
 pub use rows::{Capacity, Plan};
 pub use slots::{Claim, Phase, Slot, Slots};
@@ -18,7 +19,7 @@ pub use spec::{PoolSpec, SiteSpec};
 pub use staging::Staging;
 pub use tables::{Cell, SiteTables, Tables};
 
-use crate::adapter::{HostPair, LoraModule};
+use crate::adapter::{HostPair, LoraModule, RowVectors};
 use crate::backend::{GpuBackend, Record, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -43,8 +44,8 @@ impl Pool {
         if spec.sites.is_empty() {
             return Err(Error::shape("sites of a pool", "none", "at least one"));
         }
-        let shapes: Vec<_> = spec.sites.iter().map(SiteSpec::shape).collect();
-        let layout = Layout::new(&shapes, spec.max_rank, spec.max_loras, spec.dtype, Limits::from(backend.caps()))?;
+        let layout =
+            Layout::new(&spec.shapes(), spec.max_rank, spec.max_loras, spec.dtype, Limits::from(backend.caps()))?;
         let mut index = BTreeMap::new();
         for (i, site) in spec.sites.iter().enumerate() {
             if index.insert((site.id.layer, site.id.module.clone()), i).is_some() {
@@ -161,9 +162,10 @@ impl Pool {
     }
 
     /// The table entry for a pair in `slot`.
-    pub(crate) fn cell(&self, slot: u32, site: usize, rank: u32, scale: f32) -> Result<Cell> {
+    pub(crate) fn cell(&self, slot: u32, site: usize, pair: Packed) -> Result<Cell> {
         let at = |part| self.part(slot, site, part).map(|r| r.ptr());
-        Ok(Cell { a: at(Part::A)?, b: at(Part::B)?, rank, scale })
+        let Packed { rank, scale, vectors } = pair;
+        Ok(Cell { a: at(Part::A)?, b: at(Part::B)?, rank, scale, vectors })
     }
 
     pub(crate) fn check_slot(&self, slot: i64) -> Result<()> {
@@ -196,6 +198,20 @@ impl Pool {
                 limit: self.spec.max_rank.into(),
                 hint: " (raise max_rank)",
             });
+        }
+        if let Some(RowVectors { gain, offset }) = &pair.vectors {
+            if !self.spec.vectors {
+                return Err(Error::shape(
+                    format!("site {path}"),
+                    "gains and offsets (lora_bias or DoRA)",
+                    "none, since the pool was made without room for them (set PoolSpec::vectors)",
+                ));
+            }
+            let lens = [gain.len(), offset.len()];
+            if lens != [pair.out_features(); 2] {
+                let expected = format!("{} of each, one an output", pair.out_features());
+                return Err(Error::shape(format!("gains and offsets of site {path}"), format!("{lens:?}"), expected));
+            }
         }
         Ok(site)
     }

@@ -15,21 +15,32 @@ use crate::memory::Region;
 pub struct SlotImage {
     /// Site after site, A before B: a slot as a slot-major pool has it.
     bytes: HostBuffer,
-    /// Rank and scale of each site that the adapter covers.
-    pairs: Vec<Option<(u32, f32)>>,
+    /// Of each site that the adapter covers.
+    pairs: Vec<Option<Packed>>,
     scale: f32,
+}
+
+/// What the tables say of a pair beside its addresses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packed {
+    /// True rank.
+    pub rank: u32,
+    /// Scale of the delta.
+    pub scale: f32,
+    /// Whether gains and offsets lie behind B.
+    pub vectors: bool,
 }
 
 /// A part of a slot's image, and the memory of one slot that it goes to.
 pub(crate) type Span = (Range<usize>, Region);
 
 impl SlotImage {
-    /// Packs `adapter`. Sites that it does not cover, rank tails and row padding are zero, so writing
-    /// the image leaves no trace of a slot's old adapter.
+    /// Packs `adapter`. Sites that it does not cover, rank tails, row padding and vectors that a pair does not have are
+    /// zero, so writing the image leaves no trace of a slot's old adapter.
     ///
     /// # Errors
     /// [`Error::Shape`] for a site that the pool does not have or has in another
-    /// shape, [`Error::Limit`] for a rank above the pool's, [`Error::Overflow`]
+    /// shape, or for vectors in a pool without room for them, [`Error::Limit`] for a rank above the pool's, [`Error::Overflow`]
     /// for a value that the pool's type can't hold.
     pub fn new(pool: &Pool, adapter: &Adapter) -> Result<Self> {
         Self::new_in(pool, adapter, HostBuffer::plain(Self::len_in(pool)))
@@ -66,11 +77,19 @@ impl SlotImage {
                         let tensor = format!("lora_{part:?} of {}", pair.site.path);
                         Error::Overflow { tensor, index, value, dtype }
                     })?;
+                    // Of B no more rows than it has: vectors may follow.
                     let rows = image.bytes[start..end].chunks_mut(stride as usize * element);
                     for (to, from) in rows.zip(values.chunks(matrix.cols * element)) {
                         to[..from.len()].copy_from_slice(from);
                     }
-                    image.pairs[site] = Some((pair.rank() as u32, pair.scale));
+                    if let (Part::B, Some(vectors), Some(at)) = (part, &pair.vectors, layout.vectors(site)) {
+                        for (values, at) in [&vectors.gain, &vectors.offset].into_iter().zip(at) {
+                            let to = &mut image.bytes[start + at as usize..end];
+                            to[..4 * values.len()].copy_from_slice(bytemuck::cast_slice(values));
+                        }
+                    }
+                    let (rank, vectors) = (pair.rank() as u32, pair.vectors.is_some());
+                    image.pairs[site] = Some(Packed { rank, scale: pair.scale, vectors });
                 }
                 start = end;
             }
@@ -111,8 +130,8 @@ impl SlotImage {
     /// # Errors
     /// [`Error::UnknownSlot`].
     pub fn cells(&self, pool: &Pool, slot: u32) -> Result<Vec<Cell>> {
-        let cell = |(site, pair): (usize, &Option<(u32, f32)>)| match *pair {
-            Some((rank, scale)) => pool.cell(slot, site, rank, scale),
+        let cell = |(site, pair): (usize, &Option<Packed>)| match *pair {
+            Some(pair) => pool.cell(slot, site, pair),
             None => Ok(Cell::EMPTY),
         };
         self.pairs.iter().enumerate().map(cell).collect()

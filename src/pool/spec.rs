@@ -19,8 +19,9 @@ pub struct SiteSpec {
 }
 
 impl SiteSpec {
-    pub(super) fn shape(&self) -> SiteShape {
-        SiteShape { layer: self.id.layer, in_features: self.in_features, out_features: self.out_features }
+    fn shape(&self, vectors: bool) -> SiteShape {
+        let Self { id, in_features, out_features } = self;
+        SiteShape { layer: id.layer, in_features: *in_features, out_features: *out_features, vectors }
     }
 }
 
@@ -36,10 +37,14 @@ pub struct PoolSpec {
     pub max_loras: u32,
     /// Type that weights are stored in.
     pub dtype: DType,
+    /// Whether slots have room for the gains and offsets of adapters with `lora_bias` or DoRA: 8 bytes for each output of
+    /// each site, some 13 % of a slot of rank 16 in a 2-byte type, for linears as wide as they are high. Without it such
+    /// adapters are refused.
+    pub vectors: bool,
 }
 
 impl PoolSpec {
-    /// A pool for just these adapters: the sites that any of them covers, the largest rank of all.
+    /// A pool for just these adapters: the sites that any of them covers, the largest rank of all, vectors if any has them.
     ///
     /// # Errors
     /// [`Error::Shape`] when two adapters disagree on the shape of a site.
@@ -50,6 +55,7 @@ impl PoolSpec {
     ) -> Result<Self> {
         let mut pairs: Vec<&HostPair> = adapters.into_iter().flat_map(|a| &a.pairs).collect();
         let max_rank = pairs.iter().map(|p| p.rank()).max().unwrap_or(1) as u32;
+        let vectors = pairs.iter().any(|p| p.vectors.is_some());
         pairs.sort_by(|a, b| a.site.cmp(&b.site));
         let mut sites: Vec<SiteSpec> = Vec::new();
         for pair in pairs {
@@ -70,17 +76,18 @@ impl PoolSpec {
                 _ => sites.push(site),
             }
         }
-        Ok(Self { sites, max_rank, max_loras, dtype })
+        Ok(Self { sites, max_rank, max_loras, dtype, vectors })
     }
 
-    /// A pool for any adapter of a base: every linear is a site.
+    /// A pool for any adapter of a base: every linear is a site, with room for vectors. Where no adapter will have
+    /// `lora_bias` or DoRA, set [`PoolSpec::vectors`] to `false` and save that room.
     pub fn for_base(base: &BaseModel, max_rank: u32, max_loras: u32, dtype: DType) -> Self {
         let site = |linear: &Linear| SiteSpec {
             id: linear.site.clone(),
             in_features: linear.in_features as u32,
             out_features: linear.out_features as u32,
         };
-        Self { sites: base.linears().iter().map(site).collect(), max_rank, max_loras, dtype }
+        Self { sites: base.linears().iter().map(site).collect(), max_rank, max_loras, dtype, vectors: true }
     }
 
     /// Bytes of weights that such a pool takes, in all slots, where a device sets no limit to one block.
@@ -88,9 +95,14 @@ impl PoolSpec {
     /// # Errors
     /// [`Error::Limit`] when `max_rank` is not in 1..=512, or there is no slot.
     pub fn bytes(&self) -> Result<u64> {
-        let shapes: Vec<_> = self.sites.iter().map(SiteSpec::shape).collect();
+        let shapes = self.shapes();
         let limits = Limits { order: WeightLayout::SlotMajor, max_alloc: u64::MAX, max_binding: u64::MAX };
         Ok(Layout::new(&shapes, self.max_rank, self.max_loras, self.dtype, limits)?.blocks().iter().sum())
+    }
+
+    /// The sites as a layout takes them.
+    pub(super) fn shapes(&self) -> Vec<SiteShape> {
+        self.sites.iter().map(|site| site.shape(self.vectors)).collect()
     }
 
     /// Sites that read one input, as far as their names say: q, k, v; gate, up. Every site is in one group.

@@ -7,6 +7,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use crate::backend::{Encoder, GpuBackend};
+use crate::contract::{RANK_MASK, RANK_VECTORS};
 use crate::error::{Error, Result};
 use crate::memory::{DevicePtr, Region};
 
@@ -21,11 +22,13 @@ pub struct Cell {
     pub rank: u32,
     /// Scale of the delta at this site.
     pub scale: f32,
+    /// Whether gains and offsets lie behind B.
+    pub vectors: bool,
 }
 
 impl Cell {
     /// No delta here.
-    pub const EMPTY: Self = Self { a: DevicePtr::NULL, b: DevicePtr::NULL, rank: 0, scale: 0.0 };
+    pub const EMPTY: Self = Self { a: DevicePtr::NULL, b: DevicePtr::NULL, rank: 0, scale: 0.0, vectors: false };
 }
 
 /// Word offsets of one site's arrays in the tables.
@@ -35,7 +38,7 @@ pub struct SiteTables {
     pub a: u32,
     /// `slots` addresses of B.
     pub b: u32,
-    /// `slots` u32 ranks.
+    /// `slots` u32 ranks, each with [`RANK_VECTORS`] above it where there are vectors.
     pub ranks: u32,
     /// `slots` f32 scales.
     pub scales: u32,
@@ -108,7 +111,7 @@ impl Tables {
                 words[word] = address.0 as u32;
                 words[word + 1] = (address.0 >> 32) as u32;
             }
-            words[(at.ranks + slot) as usize] = cell.rank;
+            words[(at.ranks + slot) as usize] = cell.rank | if cell.vectors { RANK_VECTORS } else { 0 };
             words[(at.scales + slot) as usize] = cell.scale.to_bits();
         }
         words[(self.sites * 6 * self.slots + slot) as usize] = scale.to_bits();
@@ -125,7 +128,8 @@ impl Tables {
         Cell {
             a: address(at.a),
             b: address(at.b),
-            rank: words[(at.ranks + slot) as usize],
+            rank: words[(at.ranks + slot) as usize] & RANK_MASK,
+            vectors: words[(at.ranks + slot) as usize] & RANK_VECTORS != 0,
             scale: f32::from_bits(words[(at.scales + slot) as usize]),
         }
     }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use lorapool::DType;
-use lorapool::adapter::{Adapter, BaseModel, load};
+use lorapool::adapter::{Adapter, BaseModel, RowVectors, load};
 use lorapool::conformance::oracle::{Check, Expected, Oracle, Pair};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -56,7 +56,9 @@ fn check(case: &str, adapters: &[Adapter], slots: Option<&[i64]>, expected: &[u8
                     let (a, b) = (values(&pair.a), values(&pair.b));
                     let pair_view = Pair { a: &a, b: &b, rank: pair.rank(), in_features: depth, out_features: width };
                     let oracle = Oracle::new(pair_view, &x[row * depth..(row + 1) * depth]);
-                    oracle.expand(&base[at.clone()], pair.scale.into(), DType::F32, None).bound
+                    let vectors = pair.vectors.as_ref().map(RowVectors::slices);
+                    let scales = [pair.scale.into(), 1.0];
+                    oracle.expand_shaped(&base[at.clone()], scales, vectors, DType::F32, None).bound
                 }
                 // y_base was f64 and is f32 now.
                 None => want.iter().map(|value| DType::F32.ulp(*value) / 2.0).collect(),

@@ -24,7 +24,7 @@ pub fn sites() -> Vec<SiteId> {
 /// A pool for that model.
 pub fn spec(max_loras: u32) -> PoolSpec {
     let sites = sites().into_iter().map(|id| SiteSpec { id, in_features: WIDTH, out_features: WIDTH }).collect();
-    PoolSpec { sites, max_rank: 8, max_loras, dtype: DType::F32 }
+    PoolSpec { sites, max_rank: 8, max_loras, dtype: DType::F32, vectors: true }
 }
 
 fn matrix(rows: usize, cols: usize, seed: u64) -> HostMatrix {
@@ -40,6 +40,7 @@ pub fn adapter(sites: &[SiteId], rank: usize, seed: u64) -> Adapter {
         a: matrix(rank, WIDTH as usize, seed),
         b: matrix(WIDTH as usize, rank, seed + 7),
         scale: 1.0 + seed as f32,
+        vectors: None,
     };
     Adapter::from_pairs(sites.iter().map(pair).collect())
 }

@@ -150,7 +150,7 @@ pub struct Rig {
 impl Rig {
     /// Allocates and fills.
     pub fn new(gpu: &Arc<dyn GpuBackend>, sites: Vec<SiteSpec>, rank: u32, slots: u32, dtype: DType) -> Result<Self> {
-        let pool = Pool::new(&**gpu, PoolSpec { sites, max_rank: rank, max_loras: slots, dtype })?;
+        let pool = Pool::new(&**gpu, PoolSpec { sites, max_rank: rank, max_loras: slots, dtype, vectors: false })?;
         let block = random(dtype, WEIGHTS / dtype.size() as usize, 0.05, 11);
         let mut at = 0;
         let sites = pool.sites().len();
@@ -200,6 +200,7 @@ impl Rig {
                     b: self.pool.part(slot, site, Part::B)?.ptr(),
                     rank: if small { SMALL_RANK.min(full) } else { full },
                     scale: 1e-3,
+                    vectors: false,
                 }),
             })
             .collect::<Result<_>>()?;

@@ -117,7 +117,13 @@ impl Bench {
         verify: bool,
         seed: u64,
     ) -> Result<Self> {
-        let spec = PoolSpec { sites: sites.to_vec(), max_rank: case.rank, max_loras: case.adapters + 1, dtype };
+        let spec = PoolSpec {
+            sites: sites.to_vec(),
+            max_rank: case.rank,
+            max_loras: case.adapters + 1,
+            dtype,
+            vectors: false,
+        };
         let names: Vec<String> = (0..case.adapters).map(|slot| format!("resident {slot}")).collect();
         let inputs: Vec<_> = names.iter().map(|name| LoraAdapterInput { name, adapter: &guests[0] }).collect();
         let weights = LoraWeights::load(gpu, spec, &inputs)?;
@@ -239,6 +245,7 @@ fn adapter(sites: &[SiteSpec], rank: u32, dtype: DType, seed: u64) -> Adapter {
         a: matrix(rank, site.in_features),
         b: matrix(site.out_features, rank),
         scale: 1e-3,
+        vectors: None,
     };
     Adapter::from_pairs(sites.iter().map(pair).collect())
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lorapool::adapter::{Adapter, HostMatrix, HostPair};
+use lorapool::adapter::{Adapter, HostMatrix, HostPair, RowVectors};
 use lorapool::backend::GpuBackend;
 use lorapool::conformance::Dice;
 use lorapool::conformance::oracle::{Check, Oracle, Pair};
@@ -31,6 +31,7 @@ struct Stored {
     b: Vec<f32>,
     rank: usize,
     scale: f64,
+    vectors: Option<RowVectors>,
 }
 
 impl Stored {
@@ -41,7 +42,7 @@ impl Stored {
             Ok(dtype.decode(&matrix.to(dtype).map_err(fault)?))
         };
         let (a, b) = (values(&pair.a, "lora_A")?, values(&pair.b, "lora_B")?);
-        Ok(Self { a, b, rank: pair.rank(), scale: f64::from(pair.scale) })
+        Ok(Self { a, b, rank: pair.rank(), scale: f64::from(pair.scale), vectors: pair.vectors.clone() })
     }
 }
 
@@ -151,10 +152,11 @@ impl<'a> Bench<'a> {
                 let (before, after) = (&y[bytes.clone()], got.get(bytes).unwrap_or_default());
                 match at(&stored, *slot) {
                     Some(Some(stored)) => {
-                        let Stored { a, b, rank, scale } = stored;
+                        let Stored { a, b, rank, scale, vectors } = stored;
                         let pair = Pair { a, b, rank: *rank, in_features: depth, out_features: width };
                         let oracle = Oracle::new(pair, &x[row * depth..(row + 1) * depth]);
-                        let expected = oracle.expand(&act.decode(before), *scale, act, None);
+                        let vectors = vectors.as_ref().map(RowVectors::slices);
+                        let expected = oracle.expand_shaped(&act.decode(before), [*scale, 1.0], vectors, act, None);
                         check.row(&spec.id.path, row, act, &expected, &act.decode(after));
                     }
                     _ => check.bits(&spec.id.path, row, act, before, after),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use lorapool::DType;
-use lorapool::adapter::{Adapter, HostMatrix, HostPair, LoraModule, SiteId};
+use lorapool::adapter::{Adapter, HostMatrix, HostPair, LoraModule, RowVectors, SiteId};
 use lorapool::pool::{PoolSpec, SiteSpec};
 use rand::{RngExt, SeedableRng};
 use rand_xoshiro::Xoshiro256PlusPlus as Rng;
@@ -32,7 +32,7 @@ pub fn spec(max_loras: u32) -> PoolSpec {
         SiteSpec { id: SiteId { layer, module, path }, in_features, out_features }
     };
     let sites = (0..2).flat_map(|layer| shapes.clone().map(|shape| site(layer, shape))).collect();
-    PoolSpec { sites, max_rank: MAX_RANK, max_loras, dtype: DTYPE }
+    PoolSpec { sites, max_rank: MAX_RANK, max_loras, dtype: DTYPE, vectors: true }
 }
 
 /// Random bytes of `count` activations or weights in -1..1.
@@ -56,7 +56,11 @@ pub fn adapter(spec: &PoolSpec, name: u32, version: u32) -> Arc<Adapter> {
         let (inputs, outputs) = (site.in_features as usize, site.out_features as usize);
         let mut matrix = |rows, cols| HostMatrix { dtype: DTYPE, rows, cols, bytes: values(&mut rng, rows * cols) };
         let (a, b) = (matrix(rank, inputs), matrix(outputs, rank));
-        pairs.push(HostPair { site: site.id.clone(), a, b, scale: rng.random_range(0.1..2.0) });
+        let vectors = rng.random_bool(0.5).then(|| RowVectors {
+            gain: (0..outputs).map(|_| rng.random_range(0.5..1.5)).collect(),
+            offset: (0..outputs).map(|_| rng.random_range(-1.0..1.0)).collect(),
+        });
+        pairs.push(HostPair { site: site.id.clone(), a, b, scale: rng.random_range(0.1..2.0), vectors });
     }
     Arc::new(Adapter::from_pairs(pairs))
 }
