@@ -24,7 +24,7 @@ fn site(layer: usize, module: LoraModule) -> SiteId {
 fn spec(max_rank: u32, max_loras: u32) -> PoolSpec {
     let modules = [LoraModule::QProj, LoraModule::KProj, LoraModule::VProj];
     let all = (0..2).flat_map(|layer| modules.clone().map(|module| site(layer, module)));
-    let sites = all.map(|id| SiteSpec { id, in_features: WIDTH, out_features: WIDTH }).collect();
+    let sites = all.map(|id| SiteSpec::linear(id, WIDTH, WIDTH)).collect();
     PoolSpec { sites, max_rank, max_loras, dtype: DType::F32, vectors: true }
 }
 
@@ -36,12 +36,8 @@ fn matrix(rows: usize, cols: usize, seed: u64) -> HostMatrix {
 
 /// An adapter over `sites`, told apart by `seed`.
 fn adapter(sites: &[SiteId], rank: usize, scale: f32, seed: u64) -> Adapter {
-    let pair = |site: &SiteId| HostPair {
-        site: site.clone(),
-        a: matrix(rank, WIDTH as usize, seed),
-        b: matrix(WIDTH as usize, rank, seed + 7),
-        scale,
-        vectors: None,
+    let pair = |site: &SiteId| {
+        HostPair::new(site.clone(), matrix(rank, WIDTH as usize, seed), matrix(WIDTH as usize, rank, seed + 7), scale)
     };
     let config = PeftAdapterConfig { r: rank, ..PeftAdapterConfig::default() };
     Adapter { config, scale, ..Adapter::from_pairs(sites.iter().map(pair).collect()) }

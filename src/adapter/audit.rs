@@ -12,8 +12,10 @@ use super::merge::load_merged;
 use super::reject::{Code, Reject};
 use super::site::SiteId;
 use super::suspect::suspicions;
+use super::tokens::{HostTokens, RawTokens};
 use super::weights::{Adapter, HostPair, Notice, TensorFate};
 use crate::contract::vector_len;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// Whether an adapter would be served.
@@ -57,6 +59,9 @@ pub struct AuditSite {
     pub bytes: u64,
     /// Frobenius norm of scale * B * A: how much the delta changes here.
     pub norm: f64,
+    /// Whether it is an embedding, which reads tokens' numbers: `in` is the vocabulary.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub embedding: bool,
 }
 
 /// Why a site has gains and offsets.
@@ -68,6 +73,56 @@ pub enum Vectors {
     /// lora_B has a bias.
     LoraBias,
 }
+
+/// Rows of an embedding or head that the adapter would replace.
+#[derive(Clone, Debug, Serialize)]
+pub struct AuditTokens {
+    /// Where.
+    #[serde(flatten)]
+    pub site: SiteId,
+    /// How many; `None` as long as the table has not been compared with the base's.
+    pub count: Option<usize>,
+    /// The first of them, ascending.
+    pub ids: Vec<u32>,
+    /// Rows of the table, where they are known.
+    pub vocabulary: Option<usize>,
+    /// Elements of a row.
+    pub width: usize,
+    /// The file's element type.
+    pub dtype: DType,
+    /// Bytes of the rows in that type, and of the ids.
+    pub bytes: u64,
+}
+
+impl AuditTokens {
+    fn of(tokens: &HostTokens) -> Self {
+        Self {
+            site: tokens.site.clone(),
+            count: Some(tokens.ids.len()),
+            ids: tokens.ids.iter().take(IDS).copied().collect(),
+            vocabulary: Some(tokens.vocabulary),
+            width: tokens.rows.cols,
+            dtype: tokens.rows.dtype,
+            bytes: ((tokens.rows.bytes.len() + tokens.ids.len() * 4) as u64).next_multiple_of(16),
+        }
+    }
+
+    fn of_raw(raw: &RawTokens) -> Self {
+        let parts = || [&raw.table, &raw.rows].into_iter().flatten();
+        Self {
+            site: raw.site.clone(),
+            count: None,
+            ids: raw.trainable.iter().take(IDS).copied().collect(),
+            vocabulary: raw.table.as_ref().map(|table| table.rows),
+            width: parts().map(|matrix| matrix.cols).next().unwrap_or(0),
+            dtype: parts().map(|matrix| matrix.dtype).next().unwrap_or(DType::F32),
+            bytes: parts().map(|matrix| (matrix.bytes.len() as u64).next_multiple_of(16)).sum(),
+        }
+    }
+}
+
+/// Token ids that an audit shows of each table.
+const IDS: usize = 16;
 
 /// The findings. Serialises to the JSON of `lorapool audit --json`.
 #[derive(Clone, Debug, Serialize)]
@@ -86,8 +141,10 @@ pub struct Audit {
     pub fates: Vec<TensorFate>,
     /// The sites, in natural order of their paths; empty for a rejected adapter.
     pub sites: Vec<AuditSite>,
-    /// Bytes of all pairs at their true ranks in the file's element types, each matrix and vector rounded up to 16 bytes: the
-    /// least that a slot can take. A pool pads every slot to its own maximum rank.
+    /// Replaced rows, table by table; empty for a rejected adapter.
+    pub tokens: Vec<AuditTokens>,
+    /// Bytes of all pairs at their true ranks and of all replaced rows in the file's element types, each matrix and vector
+    /// rounded up to 16 bytes: the least that a slot can take. A pool pads every slot to its own maximum rank.
     pub slot_bytes: u64,
     /// Content identity, in hexadecimal: see [`Adapter::digest`].
     pub digest: Option<String>,
@@ -127,6 +184,7 @@ impl Audit {
             tensors: TensorCounts { applied: 0, total: loader.total },
             fates: Vec::new(),
             sites: Vec::new(),
+            tokens: Vec::new(),
             slot_bytes: 0,
             digest: None,
             config: loader.config,
@@ -137,6 +195,8 @@ impl Audit {
     pub fn of(adapter: &Adapter) -> Self {
         let kind = if adapter.config.use_dora { Vectors::Dora } else { Vectors::LoraBias };
         let sites: Vec<_> = adapter.pairs.par_iter().map(|pair| AuditSite::of(pair, kind)).collect();
+        let known = adapter.tokens.iter().map(AuditTokens::of);
+        let tokens: Vec<_> = known.chain(adapter.raw_tokens.iter().map(AuditTokens::of_raw)).collect();
         let notices = [adapter.notices.clone(), suspicions(adapter, &sites)].concat();
         Audit {
             verdict: Verdict::Accept,
@@ -146,7 +206,8 @@ impl Audit {
             tensors: TensorCounts { applied: adapter.tensors_applied(), total: adapter.tensors.len() },
             fates: adapter.tensors.clone(),
             sites,
-            slot_bytes: adapter.pairs.iter().map(least_bytes).sum(),
+            slot_bytes: adapter.pairs.iter().map(least_bytes).chain(tokens.iter().map(|tokens| tokens.bytes)).sum(),
+            tokens,
             digest: Some(adapter.digest.iter().map(|byte| format!("{byte:02x}")).collect()),
             config: Some(adapter.config.clone()),
         }
@@ -172,6 +233,7 @@ impl AuditSite {
             vectors: pair.vectors.is_some().then_some(kind),
             bytes: (pair.a.bytes.len() + pair.b.bytes.len() + vectors) as u64,
             norm: norm(pair),
+            embedding: pair.embedding,
         }
     }
 }
@@ -205,7 +267,6 @@ fn norm(pair: &HostPair) -> f64 {
 mod tests {
     use super::super::weights::HostMatrix;
     use super::*;
-    use crate::dtype::DType;
 
     #[test]
     fn the_norm_is_that_of_the_product() {
@@ -218,7 +279,7 @@ mod tests {
             (HostMatrix { dtype: DType::F32, rows, cols, bytes }, values)
         };
         let ((a, av), (b, bv)) = (matrix(5, 37, 1), matrix(11, 5, 7));
-        let pair = HostPair { site: SiteId::from_path("x"), a, b, scale: -1.5, vectors: None };
+        let pair = HostPair::new(SiteId::from_path("x"), a, b, -1.5);
         let mut sum = 0.0;
         for o in 0..11 {
             for i in 0..37 {

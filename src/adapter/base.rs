@@ -2,6 +2,7 @@
 //! headers; no weight is read but where an adapter holds a copy of one.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,7 +14,10 @@ use super::header::{Header, TensorInfo};
 use super::json::{Json, Limits, excerpt};
 use super::reject::{Code, Loaded, Reject};
 use super::site::{SiteId, natural};
+use super::source::bytes_of;
+use super::tokens::{ServedTable, ServedTables};
 use super::weights::Adapter;
+use crate::dtype::DType;
 use crate::error::Result;
 
 /// config.json.
@@ -30,6 +34,17 @@ pub struct Linear {
     pub in_features: usize,
     /// Width of its output.
     pub out_features: usize,
+}
+
+/// An embedding of the base: a table whose rows are picked by number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Embedding {
+    /// Where it is.
+    pub site: SiteId,
+    /// Number of rows.
+    pub vocabulary: usize,
+    /// Elements of a row.
+    pub width: usize,
 }
 
 /// What else may lie at a path that an adapter names.
@@ -62,6 +77,7 @@ pub struct BaseModel {
     source: String,
     linears: Vec<Linear>,
     by_path: HashMap<Arc<str>, usize>,
+    embeddings: Vec<Embedding>,
     others: HashMap<String, Other>,
     /// Parameters as the files name them.
     weights: Weights,
@@ -82,13 +98,14 @@ impl BaseModel {
         Ok(Self::read(dir.as_ref())?)
     }
 
-    /// The base that these adapters were made for, as far as they show it: the union of their sites.
+    /// The base that these adapters were made for, as far as they show it: the union of their linears.
     ///
     /// # Errors
     /// [`Code::BaseConflict`] where two of them give one site different widths.
     pub fn infer<'a>(adapters: impl IntoIterator<Item = &'a Adapter>) -> Result<Self> {
         let mut shapes: HashMap<&str, (usize, usize)> = HashMap::new();
-        for pair in adapters.into_iter().flat_map(|adapter| &adapter.pairs) {
+        let pairs = adapters.into_iter().flat_map(|adapter| &adapter.pairs);
+        for pair in pairs.filter(|pair| !pair.embedding) {
             let shape = (pair.in_features(), pair.out_features());
             let known = *shapes.entry(&pair.site.path).or_insert(shape);
             if known != shape {
@@ -132,6 +149,45 @@ impl BaseModel {
     /// Where it was read from, for messages.
     pub fn source(&self) -> &str {
         &self.source
+    }
+
+    /// Its embeddings, in natural order of their paths.
+    pub fn embeddings(&self) -> &[Embedding] {
+        &self.embeddings
+    }
+
+    /// The embedding at a module path.
+    pub fn embedding(&self, path: &str) -> Option<&Embedding> {
+        self.embeddings.iter().find(|embedding| &*embedding.site.path == path)
+    }
+
+    /// The embedding of the tokens.
+    pub fn input_embedding(&self) -> Option<&Embedding> {
+        let input = |e: &&Embedding| is_input(&e.site.path);
+        self.embeddings.iter().filter(input).min_by_key(|e| e.site.path.len())
+    }
+
+    /// The linear that turns the last hidden state into logits, one for each row of the input embedding.
+    pub fn head(&self) -> Option<&Linear> {
+        let input = self.input_embedding()?;
+        let head = |l: &&Linear| is_head(&l.site.path) && l.out_features == input.vocabulary;
+        self.linears.iter().filter(head).min_by_key(|l| l.site.path.len())
+    }
+
+    /// The head that shares the weight of the embedding at this path.
+    pub fn tied_head(&self, embedding: &str) -> Option<&Linear> {
+        let (head, of) = self.tied.as_ref()?;
+        (of == embedding).then(|| self.linear(head))?
+    }
+
+    /// Type of the weight of the module at a path, where its files are there and it is one of the three.
+    pub fn dtype(&self, path: &str) -> Option<DType> {
+        match self.weight(&format!("{path}.weight"))?.dtype {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::F16 => Some(DType::F16),
+            Dtype::BF16 => Some(DType::Bf16),
+            _ => None,
+        }
     }
 
     pub(super) fn other(&self, path: &str) -> Option<Other> {
@@ -186,6 +242,10 @@ impl BaseModel {
             }
             (true, Some(derived)) => {
                 let derived = derived?;
+                let input = derived.embeddings.keys().find(|path| is_input(path));
+                if let (Some(true), Some(input)) = (tie(config.as_ref()), input) {
+                    tied = derived.linears.keys().find(|path| is_head(path)).map(|head| (head.clone(), input.clone()));
+                }
                 shapes.extend(derived.linears);
                 others.extend(derived.embeddings.into_iter().map(|(path, (n, d))| (path, Other::Embedding(n, d))));
             }
@@ -206,7 +266,17 @@ impl BaseModel {
             }
         }
         let shapes = shapes.into_iter().map(|(path, (inputs, outputs))| (path, inputs, outputs)).collect();
-        let base = Self { others, weights, tied, attention, ..Self::of_linears(source, shapes) };
+        let mut embeddings: Vec<_> = others
+            .iter()
+            .filter_map(|(path, other)| match *other {
+                Other::Embedding(vocabulary, width) => {
+                    Some(Embedding { site: SiteId::from_path(path), vocabulary, width })
+                }
+                _ => None,
+            })
+            .collect();
+        embeddings.sort_by(|a, b| natural(&a.site.path, &b.site.path));
+        let base = Self { others, weights, tied, attention, embeddings, ..Self::of_linears(source, shapes) };
         if base.linears.is_empty() {
             let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
             return Err(Reject::new(Code::BaseFile, message));
@@ -328,22 +398,104 @@ fn quantised<'a>(name: &'a str, tensor: &TensorInfo, weights: &Weights) -> Optio
     (tensor.dtype == Dtype::U8 && weights.contains_key(&format!("{name}.absmax"))).then_some((path, packed))
 }
 
+/// Whether a path is a head's.
+pub(super) fn is_head(path: &str) -> bool {
+    matches!(path.rsplit('.').next(), Some("lm_head" | "embed_out" | "decoder"))
+}
+
+/// Whether the embedding at a path is the tokens' own.
+pub(super) fn is_input(path: &str) -> bool {
+    matches!(path.rsplit('.').next(), Some("embed_tokens" | "wte" | "embed_in" | "shared" | "word_embeddings"))
+}
+
+/// What the config says about a head that shares the embedding's weight. Where it says nothing, transformers ties it in
+/// models that have a head; the config classes whose default is another write theirs down.
+fn tie(config: Option<&Json>) -> Option<bool> {
+    let config = config?;
+    if let Some(said) = config.get("tie_word_embeddings").and_then(Json::as_bool) {
+        return Some(said);
+    }
+    names_head(Some(config)).then_some(true)
+}
+
+/// Whether the config's architecture is one with a head over the vocabulary.
+fn names_head(config: Option<&Json>) -> bool {
+    let Some(Json::Array(architectures)) = config.and_then(|config| config.get("architectures")) else { return false };
+    let head = |name: &str| name.ends_with("ForCausalLM") || name.ends_with("LMHeadModel");
+    architectures.iter().filter_map(Json::as_str).any(head)
+}
+
 /// The output head of a model that ties it to the input embedding and so does not store it.
 fn tied_head(
     config: Option<&Json>,
     shapes: &HashMap<String, (usize, usize)>,
     others: &HashMap<String, Other>,
 ) -> Option<(String, (usize, usize), String)> {
-    let tied = config?.get("tie_word_embeddings").and_then(Json::as_bool).unwrap_or(false);
-    let head = |path: &str| matches!(path.rsplit('.').next(), Some("lm_head" | "embed_out" | "decoder"));
-    if !tied || shapes.keys().any(|path| head(path)) {
+    if tie(config) != Some(true) || shapes.keys().any(|path| is_head(path)) {
         return None;
     }
-    let input =
-        |path: &&String| matches!(path.rsplit('.').next(), Some("embed_tokens" | "wte" | "embed_in" | "shared"));
-    let embedding = others.iter().filter(|(path, _)| input(path)).min_by_key(|(path, _)| path.len())?;
+    // BERT and its kin call their embedding so, and most of them have no such head.
+    let apart = |path: &str| path.ends_with("word_embeddings") && !names_head(config);
+    let input = |(path, _): &(&String, &Other)| is_input(path) && !apart(path);
+    let embedding = others.iter().filter(input).min_by_key(|(path, _)| path.len())?;
     match embedding.1 {
         Other::Embedding(vocabulary, width) => Some(("lm_head".to_owned(), (*width, *vocabulary), embedding.0.clone())),
         _ => None,
+    }
+}
+
+/// A table in the base's files.
+struct FileTable<'a> {
+    /// Absent where only the config is there.
+    info: Option<&'a TensorInfo>,
+    path: &'a str,
+    vocabulary: usize,
+    width: usize,
+    dtype: DType,
+}
+
+impl ServedTable for FileTable<'_> {
+    fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn read(&self, rows: Range<usize>) -> Result<Vec<u8>> {
+        let Some(info) = self.info else {
+            return Err(Reject::new(Code::BaseFile, format!("{}: the base has no weights", self.path)).into());
+        };
+        let map = file::map(&info.file)?;
+        let row = self.width * self.dtype.size() as usize;
+        Ok(bytes_of(&map, info)?[rows.start * row..rows.end * row].to_vec())
+    }
+
+    fn name(&self) -> String {
+        match self.info {
+            Some(info) => format!("{} of {}", info.name, info.file.display()),
+            None => format!("{} of the base", self.path),
+        }
+    }
+}
+
+impl ServedTables for BaseModel {
+    fn table(&self, path: &str) -> Option<Box<dyn ServedTable + '_>> {
+        let of_embedding = self.embedding(path).map(|e| (&e.site, e.vocabulary, e.width));
+        let of_head = || self.linear(path).map(|l| (&l.site, l.out_features, l.in_features));
+        let (site, vocabulary, width) = of_embedding.or_else(of_head)?;
+        let found = self.dtype(path).zip(self.weight(&format!("{path}.weight")));
+        let found = found.filter(|(_, info)| *info.shape == [vocabulary, width]);
+        let (dtype, info) = found.map_or((DType::F32, None), |(dtype, info)| (dtype, Some(info)));
+        Some(Box::new(FileTable { info, path: &site.path, vocabulary, width, dtype }))
+    }
+
+    fn tied_head(&self, embedding: &str) -> Option<SiteId> {
+        BaseModel::tied_head(self, embedding).map(|head| head.site.clone())
     }
 }

@@ -212,7 +212,7 @@ impl Reading<'_> {
                         first_row = rows.end;
                         let (a, b) = (pair.a.clone(), slice(&pair.b, rows.clone()));
                         let vectors = pair.vectors.as_ref().map(|vectors| vectors.rows(rows));
-                        let part = HostPair { site: linear.site.clone(), a, b, scale: pair.scale, vectors };
+                        let part = HostPair { vectors, ..HostPair::new(linear.site.clone(), a, b, pair.scale) };
                         fitted.push((pair.site.path.clone(), part));
                     }
                     apart.push(pair.site.path);
@@ -245,7 +245,7 @@ impl Reading<'_> {
             joins.push(format!("{} into {whole} (rank {rank})", names.join(", ")));
             let vectors = RowVectors::join(&parts, linear.out_features);
             let site = linear.site.clone();
-            fitted.push((parts[0].0.site.path.clone(), HostPair { site, a, b, scale, vectors }));
+            fitted.push((parts[0].0.site.path.clone(), HostPair { vectors, ..HostPair::new(site, a, b, scale) }));
         }
         let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
         for (from, pair) in &fitted {

@@ -1,5 +1,6 @@
 //! What each tensor of a file is for: a part that is applied, the host's to apply, or refused by name.
 
+use super::embed;
 use super::file;
 use super::float::Float;
 use super::header::TensorInfo;
@@ -29,6 +30,10 @@ pub(super) enum Use {
     A,
     B,
     Alpha,
+    /// A whole embedding or head.
+    Table,
+    /// Rows of trained tokens.
+    TokenRows,
     ForHost,
     BaseCopy,
 }
@@ -38,7 +43,7 @@ impl Reading<'_> {
     pub(super) fn check_adapter_names(&self, keys: &[Key<'_>]) -> Loaded<()> {
         let mut first: Option<(&TensorInfo, Option<&str>)> = None;
         for (tensor, key) in self.source.tensors.iter().zip(keys) {
-            if !matches!(key.part, Part::A | Part::B) {
+            if !matches!(key.part, Part::A | Part::B | Part::EmbeddingA | Part::EmbeddingB | Part::TokenRows) {
                 continue;
             }
             match first {
@@ -87,9 +92,14 @@ impl Reading<'_> {
                 None => Ok(Use::Alpha),
             },
             Part::BiasOfB => refuse(Code::LoraBias, "is a bias of lora_B"),
-            Part::EmbeddingA | Part::EmbeddingB => refuse(Code::EmbeddingLora, "is for an embedding"),
+            Part::EmbeddingA | Part::EmbeddingB | Part::TokenRows if key.module.is_empty() => {
+                refuse(Code::UnknownTensor, "names no module")
+            }
+            Part::EmbeddingA => Ok(Use::A),
+            Part::EmbeddingB => Ok(Use::B),
+            Part::TokenRows => Ok(Use::TokenRows),
             Part::Magnitude => refuse(Code::Dora, "holds magnitudes"),
-            Part::Tokens => refuse(Code::TrainableTokens, "holds token rows"),
+            Part::Tokens => refuse(Code::TrainableTokens, "belongs to token rows but is not them"),
             Part::BaseBias => refuse(Code::BaseBias, "is a bias of the base"),
             Part::BaseWeight => self.judge_copy(tensor, key, Code::BaseLayer),
             Part::Whole => self.judge_whole(tensor, key),
@@ -130,6 +140,13 @@ impl Reading<'_> {
         if head {
             return Ok(Use::ForHost);
         }
+        if tensor.name.ends_with(".weight") && embed::is_table(key.module) {
+            return match self.judge_copy(tensor, key, Code::ModulesToSave) {
+                Ok(copy) => Ok(copy),
+                // Rows that differ are replaced; which ones they are may have to wait for the served table.
+                Err(_) => Ok(Use::Table),
+            };
+        }
         if saved {
             let message = format!(
                 "{} replaces {} of the base whole: {} Not supported",
@@ -143,12 +160,6 @@ impl Reading<'_> {
             let message =
                 format!("{} is a bias of the base: {} Not supported", self.at(tensor), Code::BaseBias.describe());
             return Err(Reject::new(Code::BaseBias, message));
-        }
-        // PEFT adds these two when it finds the vocabulary resized, or is asked to.
-        let leaf = key.module.rsplit('.').next().unwrap_or(key.module);
-        if matches!(leaf, "embed_tokens" | "lm_head" | "wte" | "embed_in" | "embed_out" | "word_embeddings" | "shared")
-        {
-            return self.judge_copy(tensor, key, Code::ModulesToSave);
         }
         let message = format!("{}: {}", self.at(tensor), Code::UnknownTensor.describe());
         Err(Reject::new(Code::UnknownTensor, message))
@@ -201,9 +212,6 @@ impl Reading<'_> {
         }
         if config.lora_bias {
             return refuse(Code::LoraBias, "lora_bias");
-        }
-        if config.trainable_token_indices.is_some() {
-            return refuse(Code::TrainableTokens, "trainable_token_indices");
         }
         if config.bias != "none" {
             self.note("N_BIAS_ABSENT", format!("the config says bias {:?}, but no bias was saved", config.bias));

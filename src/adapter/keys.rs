@@ -23,7 +23,9 @@ pub(super) enum Part {
     EmbeddingB,
     /// `lora_magnitude_vector`, by any of its spellings: DoRA.
     Magnitude,
-    /// `token_adapter.trainable_tokens_delta` and its companions.
+    /// `token_adapter.trainable_tokens_delta`: rows of trained tokens.
+    TokenRows,
+    /// What else a `token_adapter` has.
     Tokens,
     /// `base_layer.weight`: a copy of the base's.
     BaseWeight,
@@ -113,6 +115,8 @@ fn marked<'a>(segment: &str, tail: &'a str) -> Option<(Part, Option<&'a str>)> {
             }
         }
         "lora_magnitude_vector" | "lora_magnitude" | "magnitude" | "dora_scale" => Some((Part::Magnitude, None)),
+        "trainable_tokens_delta" if tail.is_empty() => Some((Part::TokenRows, None)),
+        "trainable_tokens_delta" if !tail.contains('.') => Some((Part::TokenRows, Some(tail))),
         "token_adapter" | "trainable_tokens_delta" | "trainable_tokens_index" => Some((Part::Tokens, None)),
         "base_layer" => match tail {
             "weight" => Some((Part::BaseWeight, None)),
@@ -157,7 +161,9 @@ mod tests {
             ("lora_magnitude_vector.default.weight", Part::Magnitude, None),
             ("lora_embedding_A", Part::EmbeddingA, None),
             ("lora_embedding_B.default", Part::EmbeddingB, Some("default")),
-            ("token_adapter.trainable_tokens_delta", Part::Tokens, None),
+            ("token_adapter.trainable_tokens_delta", Part::TokenRows, None),
+            ("token_adapter.trainable_tokens_delta.default", Part::TokenRows, Some("default")),
+            ("token_adapter.trainable_tokens_index", Part::Tokens, None),
             ("base_layer.weight", Part::BaseWeight, None),
             ("base_layer.bias", Part::BaseBias, None),
             ("modules_to_save.default.weight", Part::Whole, Some("default")),

@@ -61,6 +61,16 @@ fn merge(parts: Vec<Part<'_>>) -> Result<Adapter> {
         if !part.weight.is_finite() {
             return Err(Error::Input(format!("{}: weight {}, expected a finite number", part.name, part.weight)));
         }
+        let replaced = part.adapter.tokens.first().map(|tokens| &tokens.site);
+        if let Some(site) = replaced.or(part.adapter.raw_tokens.first().map(|raw| &raw.site)) {
+            let message = format!(
+                "{}: replaces rows of {}, which don't add up; {} Expected lora_A and lora_B alone",
+                part.name,
+                site.path,
+                Code::Merge.describe()
+            );
+            return Err(Reject::new(Code::Merge, message).into());
+        }
         if let Some(tensor) = part.adapter.unapplied.first() {
             let message = format!(
                 "{}: has {}, which the host applies whole; {} Expected lora_A and lora_B alone",
@@ -148,7 +158,7 @@ fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
     let blocks: Vec<_> =
         addends.iter().map(|(part, pair)| Block { pair, first_row: 0, scale: scale(part, pair) }).collect();
     let (a, b, scale) = stack(&blocks, pair.out_features());
-    Ok(HostPair { site, a, b, scale, vectors: None })
+    Ok(HostPair { embedding: pair.embedding, ..HostPair::new(site, a, b, scale) })
 }
 
 /// What an adapter with these pairs would say of itself: one rank and one alpha, and patterns for sites that differ.

@@ -12,10 +12,10 @@ use super::fused;
 use super::header::TensorInfo;
 use super::json::excerpt;
 use super::judge::Use;
-use super::keys::Key;
+use super::keys::{Key, Part};
 use super::load::CONFIG;
 use super::reject::{Code, Loaded, Reject};
-use super::resolve::{Wanted, resolve};
+use super::resolve::{Home, Wanted, resolve};
 use super::site::SiteId;
 use super::source::Source;
 use super::weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};
@@ -42,23 +42,29 @@ impl Reading<'_> {
         self.check_parts()?;
         let mut alphas = Alphas::read(&self, &keys, &uses)?;
         // Pairs by module.
-        let mut sides: BTreeMap<&str, [Option<&TensorInfo>; 2]> = BTreeMap::new();
+        // By module, and whether it is an embedding.
+        let mut sides: BTreeMap<(&str, bool), [Option<&TensorInfo>; 2]> = BTreeMap::new();
         for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
             let side = match used {
                 Use::A => 0,
                 Use::B => 1,
                 _ => continue,
             };
-            if let Some(first) = sides.entry(key.module).or_default()[side].replace(tensor) {
+            let embedding = matches!(key.part, Part::EmbeddingA | Part::EmbeddingB);
+            if let Some(first) = sides.entry((key.module, embedding)).or_default()[side].replace(tensor) {
                 let message =
                     format!("{} and {:?} are the same part of one module", self.at(first), excerpt(&tensor.name));
                 return Err(Reject::new(Code::TensorDuplicate, message));
             }
         }
         let mut pairs = Vec::with_capacity(sides.len());
-        for (module, [a, b]) in &sides {
+        for ((module, embedding), [a, b]) in &sides {
+            if *embedding && let (Some(tensor), true) = (a.or(*b), sides.contains_key(&(*module, false))) {
+                let message = format!("{}: {module} has lora_A and lora_B of a linear, too", self.at(tensor));
+                return Err(Reject::new(Code::TensorDuplicate, message));
+            }
             match (a, b) {
-                (Some(a), Some(b)) => pairs.push((*module, *a, *b)),
+                (Some(a), Some(b)) => pairs.push((*module, *embedding, *a, *b)),
                 (Some(one), None) | (None, Some(one)) => {
                     let other = if a.is_some() { "lora_B" } else { "lora_A" };
                     let message = format!("{}: {module} has no {other} beside it", self.at(one));
@@ -67,7 +73,8 @@ impl Reading<'_> {
                 (None, None) => {}
             }
         }
-        if pairs.is_empty() {
+        let tables = self.tables(tensors, &keys, &uses)?;
+        if pairs.is_empty() && tables.is_empty() {
             let message = format!(
                 "{}: none of its {} tensors is a LoRA pair; the adapter would answer like the base",
                 self.source.name,
@@ -75,7 +82,9 @@ impl Reading<'_> {
             );
             return Err(Reject::new(Code::NoTensors, message));
         }
-        alphas.check_owners(&self, |module| sides.contains_key(module))?;
+        alphas.check_owners(&self, |module| {
+            sides.contains_key(&(module, false)) || sides.contains_key(&(module, true))
+        })?;
         // Shapes before places: a damaged tensor is named as such whatever the base.
         // Where the file itself rates every module, patterns only tell others what it said.
         let unrated = PeftAdapterConfig::default();
@@ -83,34 +92,41 @@ impl Reading<'_> {
         let scales = of_config.scales().map_err(|e| self.pattern(e))?;
         let scale = self.narrow_scale("modules that no pattern names", self.config.scaling())?;
         let mut rated = Vec::with_capacity(pairs.len());
-        for (module, a, b) in pairs {
+        for (module, embedding, a, b) in pairs {
             let (rank, scale) = match self.source.rated.as_ref().and_then(|rated| rated.get(module)) {
                 Some(rated) => *rated,
                 None => scales.of(module).map_err(|e| self.pattern(e))?,
             };
             self.check_pair(module, a, b, rank)?;
             let scale = alphas.scale(&self, module, &scales, rank, scale)?;
-            rated.push((module, a, b, self.narrow_scale(module, scale)?));
+            rated.push((module, embedding, a, b, self.narrow_scale(module, scale)?));
         }
         alphas.note(&mut self);
-        let wanted: Vec<_> =
-            rated.iter().map(|(_, a, ..)| Wanted { name: self.source.written(a), key: Key::parse(&a.name) }).collect();
+        let home = |embedding: bool| if embedding { Home::Embedding } else { Home::Linear };
+        let of_pairs = rated.iter().map(|(_, embedding, a, ..)| (*a, home(*embedding)));
+        let of_tables = tables.values().filter_map(|parts| Some((parts.any()?, Home::Table)));
+        let source = self.source;
+        let wanted = of_pairs.chain(of_tables);
+        let wanted: Vec<_> = wanted
+            .map(|(tensor, home)| Wanted { name: source.written(tensor), key: Key::parse(&tensor.name), home })
+            .collect();
         let paths = resolve(&self.source.name, &wanted, self.base, self.notices)?;
         let sites = self.sites(rated.iter().map(|(module, ..)| paths[module].as_str()));
         self.check_targets(rated.iter().map(|(module, ..)| *module));
         let mut host = Vec::with_capacity(rated.len());
-        for ((_, a, b, scale), site) in rated.into_iter().zip(sites) {
-            self.check_base(&site, a, b)?;
+        for ((_, embedding, a, b, scale), site) in rated.into_iter().zip(sites) {
+            self.check_base(&site, embedding, a, b)?;
             let (a, b) = (self.matrix(a)?, self.matrix(b)?);
-            host.push(HostPair { site, a, b, scale, vectors: None });
+            host.push(HostPair { embedding, ..HostPair::new(site, a, b, scale) });
         }
         let host = self.refit(host)?;
+        let raw_tokens = self.raw_tokens(&tables, &paths, &host)?;
         let mut unapplied = Vec::new();
         let mut fates = Vec::with_capacity(tensors.len());
         let mut copies = Vec::new();
         for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
             let fate = match used {
-                Use::A | Use::B | Use::Alpha => Fate::Applied,
+                Use::A | Use::B | Use::Alpha | Use::Table | Use::TokenRows => Fate::Applied,
                 Use::BaseCopy => {
                     copies.push(&*tensor.name);
                     Fate::BaseCopy
@@ -139,9 +155,9 @@ impl Reading<'_> {
         if !copies.is_empty() {
             self.note("N_BASE_COPY", format!("equal to the base's own and passed over: {}", listed(&copies)));
         }
-        let mut adapter = Adapter::new(self.config.clone(), scale, host, unapplied);
+        let mut adapter = Adapter::new(self.config.clone(), scale, host, unapplied).with_raw_tokens(raw_tokens);
         adapter.tensors = fates;
-        Ok(adapter)
+        self.compare(adapter)
     }
 
     pub(super) fn note(&mut self, code: &'static str, message: String) {
@@ -220,15 +236,19 @@ impl Reading<'_> {
     fn sites<'p>(&self, paths: impl Iterator<Item = &'p str>) -> Vec<SiteId> {
         match self.base {
             Some(base) => {
-                paths.map(|p| base.linear(p).map_or_else(|| SiteId::from_path(p), |l| l.site.clone())).collect()
+                let known = |p: &str| base.linear(p).map(|l| &l.site).or_else(|| base.embedding(p).map(|e| &e.site));
+                paths.map(|p| known(p).cloned().unwrap_or_else(|| SiteId::from_path(p))).collect()
             }
             None => SiteId::of_paths(paths),
         }
     }
 
     /// Widths against the base's.
-    fn check_base(&self, site: &SiteId, a: &TensorInfo, b: &TensorInfo) -> Loaded<()> {
+    fn check_base(&self, site: &SiteId, embedding: bool, a: &TensorInfo, b: &TensorInfo) -> Loaded<()> {
         let Some(base) = self.base else { return Ok(()) };
+        if embedding {
+            return self.check_embedding(base, site, a, b);
+        }
         let widths = match base.linear(&site.path) {
             Some(linear) => Some((linear.in_features, linear.out_features)),
             None => fused::place(base, &site.path)?.map(|place| place.widths()),
@@ -260,7 +280,34 @@ impl Reading<'_> {
         Ok(())
     }
 
-    fn matrix(&self, tensor: &TensorInfo) -> Loaded<HostMatrix> {
+    /// An embedding's widths against the base's.
+    fn check_embedding(&self, base: &BaseModel, site: &SiteId, a: &TensorInfo, b: &TensorInfo) -> Loaded<()> {
+        let Some(embedding) = base.embedding(&site.path) else { return Ok(()) };
+        let (tokens, width) = (a.shape[1], b.shape[0]);
+        if tokens != embedding.vocabulary {
+            let message = format!(
+                "{} has {tokens} columns, expected {}: the rows of {} in {}",
+                self.at(a),
+                embedding.vocabulary,
+                site.path,
+                base.source()
+            );
+            return Err(Reject::new(Code::Vocabulary, message));
+        }
+        if width != embedding.width {
+            let message = format!(
+                "{} has {width} rows, expected {}: the width of {} in {}",
+                self.at(b),
+                embedding.width,
+                site.path,
+                base.source()
+            );
+            return Err(Reject::new(Code::BaseShape, message));
+        }
+        Ok(())
+    }
+
+    pub(super) fn matrix(&self, tensor: &TensorInfo) -> Loaded<HostMatrix> {
         let (dtype, bytes) = self.elements(tensor)?;
         Ok(HostMatrix { dtype, rows: tensor.shape[0], cols: tensor.shape[1], bytes })
     }

@@ -43,6 +43,31 @@ pub(super) struct Wanted<'a> {
     pub name: &'a str,
     /// The key taken apart.
     pub key: Key<'a>,
+    /// What it must be in the base.
+    pub home: Home,
+}
+
+/// What a module that a key names must be in the base.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Home {
+    /// A linear.
+    Linear,
+    /// An embedding.
+    Embedding,
+    /// An embedding, or a head.
+    Table,
+}
+
+impl Home {
+    /// Whether the base has it at this very path; a linear that is fused there aside.
+    fn is_at(self, base: &BaseModel, path: &str) -> bool {
+        let (linear, embedding) = (base.linear(path).is_some(), base.embedding(path).is_some());
+        match self {
+            Home::Linear => linear,
+            Home::Embedding => embedding,
+            Home::Table => linear || embedding,
+        }
+    }
 }
 
 /// The base's path for each module path of the keys.
@@ -68,8 +93,8 @@ pub(super) fn resolve<'a>(
     };
     let mut as_written = true;
     for w in wanted {
-        as_written &=
-            base.linear(w.key.module).is_some() || named(file, w, fused::place(base, w.key.module))?.is_some();
+        as_written &= w.home.is_at(base, w.key.module)
+            || (w.home == Home::Linear && named(file, w, fused::place(base, w.key.module))?.is_some());
     }
     let mut paths: HashMap<&str, String> = HashMap::new();
     if as_written {
@@ -84,13 +109,23 @@ pub(super) fn resolve<'a>(
         for alias in &aliases {
             fused_by_tail.entry(unwrapped(alias)).or_default().push(alias);
         }
+        let mut embeddings_by_tail: HashMap<&str, Vec<&str>> = HashMap::new();
+        for embedding in base.embeddings() {
+            embeddings_by_tail.entry(unwrapped(&embedding.site.path)).or_default().push(&embedding.site.path);
+        }
         let mut taken: HashMap<&str, &str> = HashMap::new();
         for w in wanted {
             let bare = bare(w.key.module);
             let tail = unwrapped(&bare);
-            let found = by_tail.get(tail).or_else(|| fused_by_tail.get(tail)).map_or(&[][..], Vec::as_slice);
+            let linears = || by_tail.get(tail);
+            let found = match w.home {
+                Home::Linear => linears().or_else(|| fused_by_tail.get(tail)),
+                Home::Embedding => embeddings_by_tail.get(tail),
+                Home::Table => embeddings_by_tail.get(tail).or_else(linears),
+            };
+            let found = found.map_or(&[][..], Vec::as_slice);
             let path = match found {
-                [path] if base.linear(path).is_some() || named(file, w, fused::place(base, path))?.is_some() => *path,
+                [path] if w.home.is_at(base, path) || named(file, w, fused::place(base, path))?.is_some() => *path,
                 [] | [_] => return Err(missing(file, w, base)),
                 [first, second, ..] => {
                     let message = format!(
@@ -162,6 +197,13 @@ fn named<T>(file: &str, wanted: &Wanted<'_>, place: Loaded<T>) -> Loaded<T> {
 fn missing(file: &str, wanted: &Wanted<'_>, base: &BaseModel) -> Box<Reject> {
     let module = wanted.key.module;
     let at = format!("{file}: tensor {:?}", excerpt(wanted.name));
+    if wanted.home != Home::Linear {
+        let message = match base.linear(module) {
+            Some(_) => format!("{at} is for {module}, which is a linear in {}, no embedding", base.source()),
+            None => format!("{at}: no embedding {module} in {}", base.source()),
+        };
+        return Reject::new(Code::NotInBase, message);
+    }
     match base.other(module) {
         Some(Other::Embedding(..)) => Reject::new(
             Code::EmbeddingLora,

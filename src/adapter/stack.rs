@@ -81,8 +81,7 @@ mod tests {
             dtype.encode(&values, &mut bytes);
             HostMatrix { dtype, rows, cols, bytes }
         };
-        let (a, b) = (matrix(rank, inputs, 0.11), matrix(outputs, rank, 0.07));
-        HostPair { site: SiteId::from_path("x"), a, b, scale, vectors: None }
+        HostPair::new(SiteId::from_path("x"), matrix(rank, inputs, 0.11), matrix(outputs, rank, 0.07), scale)
     }
 
     fn delta(a: &HostMatrix, b: &HostMatrix, scale: f64) -> Vec<f64> {

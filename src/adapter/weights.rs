@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::{PeftAdapterConfig, SiteId};
+use super::{HostTokens, PeftAdapterConfig, RawTokens, SiteId};
 use crate::dtype::DType;
 
 /// A matrix in host memory: row-major, no padding.
@@ -119,9 +119,16 @@ pub struct HostPair {
     pub scale: f32,
     /// Gains and offsets of the outputs: under `lora_bias` and DoRA alone.
     pub vectors: Option<RowVectors>,
+    /// Whether the site is an embedding: x is a token's number, which picks a column of A.
+    pub embedding: bool,
 }
 
 impl HostPair {
+    /// A linear's pair.
+    pub fn new(site: SiteId, a: HostMatrix, b: HostMatrix, scale: f32) -> Self {
+        Self { site, a, b, scale, vectors: None, embedding: false }
+    }
+
     /// Rows of A, columns of B.
     pub fn rank(&self) -> usize {
         self.a.rows
@@ -164,7 +171,7 @@ pub struct HostTensor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fate {
-    /// It is part of a pair, or the alpha that scales one.
+    /// It is part of a pair, the alpha that scales one, or holds rows that replace the base's.
     Applied,
     /// It is the host's to apply: see [`Adapter::unapplied`].
     ForHost,
@@ -199,6 +206,11 @@ pub struct Adapter {
     pub scale: f32,
     /// Its pairs, in natural order of their paths.
     pub pairs: Vec<HostPair>,
+    /// Rows of embeddings and heads that it replaces, in natural order of their paths.
+    pub tokens: Vec<HostTokens>,
+    /// What it says of tables that no one has compared with the served ones yet: [`Adapter::with_tables`] makes
+    /// [`Adapter::tokens`] of it.
+    pub raw_tokens: Vec<RawTokens>,
     /// What was accepted with a remark.
     pub notices: Vec<Notice>,
     /// What the config says.
@@ -223,8 +235,31 @@ impl Adapter {
         unapplied: Vec<HostTensor>,
     ) -> Self {
         pairs.sort_by(|a, b| super::site::natural(&a.site.path, &b.site.path));
-        let digest = digest(&pairs, &unapplied);
-        Self { digest, scale, pairs, notices: Vec::new(), config, unapplied, tensors: Vec::new() }
+        let digest = digest(&pairs, &unapplied, &[], &[]);
+        Self {
+            digest,
+            scale,
+            pairs,
+            tokens: Vec::new(),
+            raw_tokens: Vec::new(),
+            notices: Vec::new(),
+            config,
+            unapplied,
+            tensors: Vec::new(),
+        }
+    }
+
+    /// With rows that replace those of embeddings and heads, `ids` ascending in each.
+    pub fn with_tokens(mut self, mut tokens: Vec<HostTokens>) -> Self {
+        tokens.sort_by(|a, b| super::site::natural(&a.site.path, &b.site.path));
+        self.digest = digest(&self.pairs, &self.unapplied, &tokens, &self.raw_tokens);
+        Self { tokens, ..self }
+    }
+
+    /// With tables that have not been compared with the served ones yet; they count in the digest, now and later.
+    pub(super) fn with_raw_tokens(mut self, raw_tokens: Vec<RawTokens>) -> Self {
+        self.digest = digest(&self.pairs, &self.unapplied, &self.tokens, &raw_tokens);
+        Self { raw_tokens, ..self }
     }
 
     /// Tensors of the file that are part of a pair.
@@ -247,7 +282,7 @@ impl Adapter {
 }
 
 /// [`Adapter::digest`].
-fn digest(pairs: &[HostPair], unapplied: &[HostTensor]) -> [u8; 32] {
+fn digest(pairs: &[HostPair], unapplied: &[HostTensor], tokens: &[HostTokens], raw_tokens: &[RawTokens]) -> [u8; 32] {
     let mut sha = Sha256::new();
     sha.update(b"lorapool adapter 1\0");
     let mut sized = |bytes: &[u8]| {
@@ -255,6 +290,9 @@ fn digest(pairs: &[HostPair], unapplied: &[HostTensor]) -> [u8; 32] {
         sha.update(bytes);
     };
     for pair in pairs {
+        if pair.embedding {
+            sized(b"embedding");
+        }
         sized(pair.site.path.as_bytes());
         sized(&pair.scale.to_bits().to_le_bytes());
         for matrix in [&pair.a, &pair.b] {
@@ -274,6 +312,14 @@ fn digest(pairs: &[HostPair], unapplied: &[HostTensor]) -> [u8; 32] {
         sized(tensor.dtype.name().as_bytes());
         sized(&tensor.shape.iter().flat_map(|dim| (*dim as u64).to_le_bytes()).collect::<Vec<_>>());
         sized(&tensor.bytes);
+    }
+    for tokens in tokens {
+        sized(b"token rows");
+        tokens.digest(&mut sized);
+    }
+    for raw in raw_tokens {
+        sized(b"raw token rows");
+        raw.digest(&mut sized);
     }
     sha.finalize().into()
 }

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use lorapool::DType;
-use lorapool::adapter::{Audit as Findings, AuditSite, BaseModel, Fate, Notice, Verdict};
+use lorapool::adapter::{Audit as Findings, AuditSite, AuditTokens, BaseModel, Fate, Notice, Verdict};
+use lorapool::contract::MAX_TOKEN_ROWS;
 use lorapool::pool::{PoolSpec, SiteSpec};
 use serde::Serialize;
 
@@ -111,12 +112,21 @@ impl Audit {
         let spec = match base {
             Some(base) => PoolSpec { vectors, ..PoolSpec::for_base(base, max_rank, self.max_loras, self.dtype) },
             None => {
-                let site = |site: &AuditSite| SiteSpec {
-                    id: site.site.clone(),
-                    in_features: site.in_features as u32,
-                    out_features: site.out_features as u32,
+                let site = |site: &AuditSite| {
+                    let (id, inputs, outputs) = (site.site.clone(), site.in_features as u32, site.out_features as u32);
+                    match site.embedding {
+                        true => SiteSpec::embedding(id, inputs, outputs),
+                        false => SiteSpec::linear(id, inputs, outputs),
+                    }
                 };
-                let sites = findings.sites.iter().map(site).collect();
+                // Which rows are replaced is known; more than usual make room for more.
+                let tokens = |tokens: &AuditTokens| {
+                    let rows = (tokens.count? as u32).clamp(1, MAX_TOKEN_ROWS);
+                    let (id, vocabulary) = (tokens.site.clone(), tokens.vocabulary? as u32);
+                    Some(SiteSpec::token_rows(id, vocabulary, tokens.width as u32, rows, tokens.dtype))
+                };
+                let sites = findings.sites.iter().map(site);
+                let sites = sites.chain(findings.tokens.iter().filter_map(tokens)).collect();
                 PoolSpec { sites, max_rank, max_loras: self.max_loras, dtype: self.dtype, vectors }
             }
         };
@@ -178,6 +188,9 @@ fn text(document: &Document) -> String {
     if !findings.sites.is_empty() {
         out += &format!("\n{}\n", sites(&findings.sites));
     }
+    for tokens in &findings.tokens {
+        out += &token_line(tokens);
+    }
     let elsewhere = findings.fates.iter().filter(|tensor| tensor.fate != Fate::Applied);
     for tensor in elsewhere {
         let fate = match tensor.fate {
@@ -214,6 +227,21 @@ fn text(document: &Document) -> String {
         }
     }
     out
+}
+
+/// `replaces 3 of 131 rows of lm_head (0, 5, 130), 588 B`
+fn token_line(tokens: &AuditTokens) -> String {
+    const SHOWN: usize = 8;
+    let ids: Vec<_> = tokens.ids.iter().take(SHOWN).map(u32::to_string).collect();
+    let path = &tokens.site.path;
+    match (tokens.count, tokens.vocabulary) {
+        (Some(count), Some(vocabulary)) => {
+            let more = if count > ids.len() { ", ..." } else { "" };
+            let ids = ids.join(", ");
+            format!("replaces {count} of {vocabulary} rows of {path} ({ids}{more}), {}\n", bytes(tokens.bytes))
+        }
+        _ => format!("replaces rows of {path}: which ones, only the base's weights tell\n"),
+    }
 }
 
 fn sites(sites: &[AuditSite]) -> String {

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Region;
 use crate::ops::{Applier, Matrix, Op, Output};
-use crate::pool::{Capacity, Plan, Pool, PoolSpec, SlotImage};
+use crate::pool::{Capacity, Plan, Pool, PoolSpec, SiteKind, SlotImage};
 
 /// Elements of guard around every matrix on the device.
 const GUARD: usize = 96;
@@ -78,7 +78,8 @@ impl<'b> Bench<'b> {
         let dtype = self.pool.layout().dtype();
         let stored = |m: &HostMatrix| m.to(dtype).map(|bytes| dtype.decode(&bytes)).unwrap_or_default();
         let sites = self.pool.sites().iter().map(|site| {
-            let pair = adapter?.pairs.iter().find(|pair| pair.site.path == site.id.path)?;
+            let linear = site.kind == SiteKind::Linear;
+            let pair = adapter?.pairs.iter().find(|pair| linear && pair.site.path == site.id.path)?;
             Some((pair.clone(), stored(&pair.a), stored(&pair.b)))
         });
         self.slots[slot as usize] = sites.collect();
@@ -132,7 +133,9 @@ impl<'b> Bench<'b> {
                 }
             }
         }
-        io.outputs = outputs.into_iter().flatten().collect();
+        // Sites of other kinds have no y here.
+        let none = Matrix::new(io.memory[0].0.clone(), 0);
+        io.outputs = outputs.into_iter().map(|y| y.unwrap_or_else(|| none.clone())).collect();
         Ok(io)
     }
 
@@ -180,6 +183,9 @@ impl<'b> Bench<'b> {
         let mut check = Check::default();
         let mut kept: Vec<Vec<u8>> = io.memory.iter().map(|(_, image)| image.clone()).collect();
         for (site, spec) in self.pool.sites().iter().enumerate() {
+            if spec.kind != SiteKind::Linear {
+                continue;
+            }
             for (row, entry) in io.rows.iter().enumerate() {
                 let range = io.range(site, row, spec.out_features as usize);
                 let Some((pair, view)) = self.pair(*entry, site) else {

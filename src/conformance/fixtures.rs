@@ -12,14 +12,14 @@ use safetensors::{Dtype, SafeTensors};
 use super::bench::{Bench, Place};
 use super::data::Dice;
 use super::oracle::{Check, Expected};
-use super::{Outcome, Trial};
+use super::{Outcome, Trial, token_pool};
 use crate::adapter::{self, Adapter, BaseModel};
 use crate::backend::GpuBackend;
 use crate::contract::RowRef;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::ops::Op;
-use crate::pool::{Plan, PoolSpec, SiteSpec};
+use crate::pool::{Plan, PoolSpec, SiteKind, SiteSpec};
 
 /// Environment variable that names the folder of fixtures; without it `tests/fixtures` is looked for.
 pub const FOLDER: &str = "LORAPOOL_FIXTURES";
@@ -42,14 +42,14 @@ const VARIANTS_OF: &str = "05_r1";
 const MIXED: &str = "42_batch_mixed";
 
 /// A matrix of an expected-outputs file: exact where the file has f32.
-struct Truth {
-    width: usize,
-    values: Vec<f64>,
+pub(super) struct Truth {
+    pub(super) width: usize,
+    pub(super) values: Vec<f64>,
 }
 
-/// `MODULE|x`, `MODULE|y_base` and `MODULE|y` of each module, and `slots` where there are any.
-struct Expectation {
-    modules: BTreeMap<String, [Option<Truth>; 3]>,
+/// `MODULE|x`, `MODULE|y_base`, `MODULE|y` and `MODULE|ids` of each module, and `slots` where there are any.
+pub(super) struct Expectation {
+    pub(super) modules: BTreeMap<String, [Option<Truth>; 4]>,
     slots: Option<Vec<i64>>,
 }
 
@@ -60,6 +60,8 @@ struct Fixture {
     dir: PathBuf,
     base: PathBuf,
     expected: PathBuf,
+    /// Whether it has LoRA on an embedding or replaced token rows.
+    tokens: bool,
 }
 
 /// A trial for each adapter, op and type; one that is ignored where there is no folder of fixtures.
@@ -82,6 +84,12 @@ pub fn trials() -> Vec<Trial> {
                 }
                 let name = format!("fixture {} {}[{act}]", fixture.name, op.name());
                 let (folder, fixture) = (folder.clone(), fixture.clone());
+                if fixture.tokens {
+                    let fixture = fixture.clone();
+                    trials.push(Trial::new(format!("{name} of tokens"), move |backend| {
+                        tokens(backend, &fixture, op, act)
+                    }));
+                }
                 trials.push(Trial::new(name, move |backend| match fixture.name == MIXED {
                     true => batch_mixed(backend, &folder, &fixture, op, act),
                     false => one(backend, &fixture, op, act),
@@ -103,14 +111,16 @@ fn fixtures(folder: &Path) -> Result<Vec<Fixture>> {
         let base = folder.join("_base").join(case["base"].as_str().unwrap_or_default());
         let truth = if VARIANTS.contains(&&*name) { VARIANTS_OF } else { &name };
         let (dir, expected) = (folder.join(&name), folder.join(truth).join("expected.safetensors"));
-        let loads = || BaseModel::open(&base).and_then(|base| adapter::load(&dir, Some(&base))).is_ok();
+        let loaded = BaseModel::open(&base).and_then(|base| adapter::load(&dir, Some(&base)));
+        let of_tokens = |adapter: &Adapter| !adapter.tokens.is_empty() || adapter.pairs.iter().any(|p| p.embedding);
+        let tokens = loaded.as_ref().is_ok_and(of_tokens);
         let take = match case["want"].as_str() {
             Some("accept") => true,
-            Some("decide") => loads(),
+            Some("decide") => loaded.is_ok(),
             _ => false,
         };
         if take && expected.exists() {
-            fixtures.push(Fixture { name, dir, base, expected });
+            fixtures.push(Fixture { name, dir, base, expected, tokens });
         }
     }
     Ok(fixtures)
@@ -132,8 +142,9 @@ fn expectation(path: &Path) -> Result<Expectation> {
             out.slots = Some(words().map(|b| i64::from_le_bytes(*b)).collect());
         }
         let Some((module, part)) = key.rsplit_once('|') else { continue };
-        let Some(part) = ["x", "y_base", "y"].iter().position(|p| *p == part) else { continue };
+        let Some(part) = ["x", "y_base", "y", "ids"].iter().position(|p| *p == part) else { continue };
         let values = match tensor.dtype() {
+            Dtype::I64 => words().map(|b| i64::from_le_bytes(*b) as f64).collect(),
             Dtype::F64 => words().map(|b| f64::from_le_bytes(*b)).collect(),
             Dtype::F32 => DType::F32.decode(data).into_iter().map(f64::from).collect(),
             other => return Err(bad(&format!("{key} is {other:?}"))),
@@ -144,15 +155,9 @@ fn expectation(path: &Path) -> Result<Expectation> {
     Ok(out)
 }
 
-/// A pool over all linears of a base.
+/// A pool over all sites of a base.
 fn spec(base: &BaseModel, max_rank: usize, max_loras: u32, dtype: DType) -> PoolSpec {
-    let site = |linear: &adapter::Linear| SiteSpec {
-        id: linear.site.clone(),
-        in_features: linear.in_features as u32,
-        out_features: linear.out_features as u32,
-    };
-    let sites = base.linears().iter().map(site).collect();
-    PoolSpec { sites, max_rank: max_rank as u32, max_loras, dtype, vectors: true }
+    PoolSpec::for_base(base, max_rank as u32, max_loras, dtype)
 }
 
 /// One adapter in the middle slot of three: each row of PEFT's with it, without any, and with a vacant slot.
@@ -163,6 +168,13 @@ fn one(backend: &dyn GpuBackend, fixture: &Fixture, op: Op, act: DType) -> Resul
     let rows = expected.modules.values().find_map(|m| m[0].as_ref()).map_or(0, |x| x.values.len() / x.width);
     let slots: Vec<i32> = [1, -1, 0].into_iter().flat_map(|slot| std::iter::repeat_n(slot, rows)).collect();
     compare(backend, &base, &[(1, &adapter)], 3, &slots, rows, &expected, op, act)
+}
+
+/// What an adapter does to tokens' rows and logits.
+fn tokens(backend: &dyn GpuBackend, fixture: &Fixture, op: Op, act: DType) -> Result<Outcome> {
+    let base = BaseModel::open(&fixture.base)?;
+    let adapter = adapter::load(&fixture.dir, Some(&base))?;
+    token_pool::fixture(backend, &base, adapter, &expectation(&fixture.expected)?, op, act)
 }
 
 /// Seven adapters in one batch of 33 rows, base rows and padding among them.
@@ -196,6 +208,10 @@ fn activations(
 ) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
     let mut dice = Dice::new(42);
     let mut part = |site: &SiteSpec, part: usize, width: u32| -> Vec<f32> {
+        // Tables of tokens have trials of their own.
+        if site.kind != SiteKind::Linear {
+            return Vec::new();
+        }
         let truth = expected.modules.get(&*site.id.path).and_then(|module| module[part].as_ref());
         let width = width as usize;
         let mut value = |row: usize, column: usize| match truth {
@@ -241,7 +257,7 @@ fn compare(
     let mut compared = std::cell::Cell::new(0u64);
     let check = bench.check_against(&io, &outputs, |site, row, oracle| {
         let module = expected.modules.get(&*spec.sites[site].id.path);
-        let (Some([_, Some(y_base), Some(y)]), DType::F32) = (module, act) else { return oracle };
+        let (Some([_, Some(y_base), Some(y), _]), DType::F32) = (module, act) else { return oracle };
         // PEFT's own value. Its y_base is f64: rounding it to f32 moves the result by as much.
         let at = row % file_rows * y.width..(row % file_rows + 1) * y.width;
         let moved = y_base.values[at.clone()].iter().map(|y| (y - f64::from(*y as f32)).abs());

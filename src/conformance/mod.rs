@@ -20,6 +20,7 @@ mod pooled;
 pub mod raw;
 mod report;
 mod routed;
+mod token_pool;
 mod tokens;
 
 pub use case::{Case, Mix, Ranks, Values};
@@ -96,6 +97,7 @@ pub fn trials() -> Vec<Trial> {
         .chain(tokens::trials())
         .chain(routed::trials())
         .chain(pooled::trials())
+        .chain(token_pool::trials())
         .chain(fixtures::trials())
         .collect()
 }

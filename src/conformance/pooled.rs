@@ -25,10 +25,8 @@ fn model() -> Vec<SiteSpec> {
         ("mlp.up_proj", 48, 80),
         ("mlp.down_proj", 80, 48),
     ];
-    let site = |layer: usize, (module, in_features, out_features): (&str, u32, u32)| SiteSpec {
-        id: SiteId::from_path(&format!("model.layers.{layer}.{module}")),
-        in_features,
-        out_features,
+    let site = |layer: usize, (module, in_features, out_features): (&str, u32, u32)| {
+        SiteSpec::linear(SiteId::from_path(&format!("model.layers.{layer}.{module}")), in_features, out_features)
     };
     (0..2).flat_map(|layer| MODULES.map(|module| site(layer, module))).collect()
 }
@@ -55,7 +53,7 @@ fn adapter(sites: &[SiteSpec], max_rank: u32, seed: u64) -> Adapter {
             gain: (0..site.out_features).map(|_| if dice.below(4) == 0 { 1.0 } else { dice.unit() * 2.0 }).collect(),
             offset: (0..site.out_features).map(|_| dice.unit()).collect(),
         });
-        pairs.push(HostPair { site: site.id.clone(), a, b, scale: 0.25 + dice.unit().abs(), vectors });
+        pairs.push(HostPair { vectors, ..HostPair::new(site.id.clone(), a, b, 0.25 + dice.unit().abs()) });
     }
     Adapter::from_pairs(pairs)
 }
@@ -251,7 +249,7 @@ fn large(backend: &dyn GpuBackend, op: Op) -> Result<Outcome> {
         return Ok(Outcome::Ignored(format!("takes a pool of {total} bytes")));
     }
     let path: Arc<str> = "model.layers.0.self_attn.q_proj".into();
-    let site = SiteSpec { id: SiteId::from_path(&path), in_features: WIDTH, out_features: WIDTH };
+    let site = SiteSpec::linear(SiteId::from_path(&path), WIDTH, WIDTH);
     let spec = PoolSpec { sites: vec![site], max_rank: RANK, max_loras: slots, dtype: DType::Bf16, vectors: false };
     let (x, y) = activations(&spec, DType::F32, 4);
     let last = slots as i32 - 1;

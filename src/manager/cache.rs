@@ -184,13 +184,7 @@ mod tests {
             bytes: bytemuck::cast_slice(&vec![value; rows * cols]).to_vec(),
         };
         let site = SiteId::from_path("model.layers.0.self_attn.q_proj");
-        Arc::new(Adapter::from_pairs(vec![HostPair {
-            site,
-            a: matrix(2, 8),
-            b: matrix(8, 2),
-            scale: 1.0,
-            vectors: None,
-        }]))
+        Arc::new(Adapter::from_pairs(vec![HostPair::new(site, matrix(2, 8), matrix(8, 2), 1.0)]))
     }
 
     #[test]

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::adapter::{Adapter, LoraModule};
+use crate::adapter::{Adapter, HostTokens, LoraModule};
 use crate::error::Result;
 use crate::memory::DevicePtr;
-use crate::pool::{Cell, Part, Pool};
+use crate::pool::{Cell, Part, Pool, SiteSpec};
 
 /// A weight matrix in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,19 +36,32 @@ pub struct LoraPair {
     pub vectors: bool,
 }
 
+/// Rows of an embedding or head that an adapter replaces, in the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoraTokenRows {
+    /// `ids[count]`, ascending u32, with the rows behind them: see [`SiteKind::TokenRows`](crate::pool::SiteKind).
+    pub ids: DevicePtr,
+    /// How many.
+    pub count: usize,
+    /// Elements of a row.
+    pub width: usize,
+}
+
 /// One layer's pairs; modules that the adapter does not cover are absent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraLayerWeights {
-    /// Global layer index.
+    /// Global layer index; modules outside of layers are in layer 0.
     pub layer_idx: usize,
     /// The pairs.
     pub pairs: BTreeMap<LoraModule, LoraPair>,
+    /// Replaced rows.
+    pub tokens: BTreeMap<LoraModule, LoraTokenRows>,
 }
 
 impl LoraLayerWeights {
     /// A layer that no module of the adapter touches.
     pub fn empty(layer_idx: usize) -> Self {
-        Self { layer_idx, pairs: BTreeMap::new() }
+        Self { layer_idx, pairs: BTreeMap::new(), tokens: BTreeMap::new() }
     }
 
     /// The pair of `module`, if the adapter covers it.
@@ -79,7 +92,23 @@ pub(super) fn layers_of(pool: &Pool, slot: u32, adapter: &Adapter) -> Result<Vec
             },
         );
     }
+    adapter.tokens.iter().try_for_each(|tokens| add_tokens(pool, slot, tokens, &mut layers))?;
     Ok(layers)
+}
+
+/// Adds replaced rows to a slot's layers.
+pub(super) fn add_tokens(
+    pool: &Pool,
+    slot: u32,
+    tokens: &HostTokens,
+    layers: &mut [Option<LoraLayerWeights>],
+) -> Result<()> {
+    let site = pool.fit_tokens(tokens)?;
+    let (layer, ids) = (tokens.site.layer, pool.part(slot, site, Part::A)?.ptr());
+    let entry = layers[layer].get_or_insert_with(|| LoraLayerWeights::empty(layer));
+    let rows = LoraTokenRows { ids, count: tokens.ids.len(), width: tokens.rows.cols };
+    entry.tokens.insert(tokens.site.module.clone(), rows);
+    Ok(())
 }
 
 /// Layers of the model, as far as the pool's sites tell.
@@ -94,5 +123,13 @@ pub(super) fn cells_of(pool: &Pool, layers: &[Option<LoraLayerWeights>]) -> Vec<
         let (a, b) = (pair.a.weight, pair.b.weight);
         Some(Cell { a, b, rank: pair.rank as u32, scale: pair.scale, vectors: pair.vectors })
     };
-    pool.sites().iter().map(|s| cell(s.id.layer, &s.id.module).unwrap_or(Cell::EMPTY)).collect()
+    let rows = |layer: usize, module: &LoraModule| {
+        let rows = layers.get(layer)?.as_ref()?.tokens.get(module)?;
+        Some(Cell { a: rows.ids, b: DevicePtr::NULL, rank: rows.count as u32, scale: 1.0, vectors: false })
+    };
+    let of_site = |site: &SiteSpec| match site.is_token_rows() {
+        true => rows(site.id.layer, &site.id.module),
+        false => cell(site.id.layer, &site.id.module),
+    };
+    pool.sites().iter().map(|site| of_site(site).unwrap_or(Cell::EMPTY)).collect()
 }

@@ -38,6 +38,7 @@ impl LoraWeights {
             .sites()
             .iter()
             .enumerate()
+            .filter(|(_, site)| !site.is_token_rows())
             .map(|(i, site)| ((site.id.layer, site.id.module.clone()), storage.tables().addresses(i)));
         let vacant = AdapterSlot::vacant(layer_count(&storage));
         let mut weights = Self {

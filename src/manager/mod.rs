@@ -18,7 +18,7 @@ mod step;
 mod sync;
 mod weights;
 
-pub use layers::{DenseWeight, LoraLayerWeights, LoraPair};
+pub use layers::{DenseWeight, LoraLayerWeights, LoraPair, LoraTokenRows};
 pub use lease::Lease;
 pub use load::LoraAdapterInput;
 pub use manager::{AdapterManager, Options, Source};

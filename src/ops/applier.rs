@@ -2,12 +2,13 @@
 
 use super::Matrix;
 use super::join::{At, Joined, join};
+use super::tokens::TokenPipelines;
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::pool::{Capacity, Part, Plan, Pool, Window};
+use crate::pool::{Capacity, Part, Plan, Pool, SiteKind, Window};
 
 /// Largest rank-space scratch that [`Applier::new`] asks for; more rows are taken in turns.
 const SCRATCH: u64 = 64 << 20;
@@ -47,27 +48,29 @@ pub struct Output<'a> {
 /// fixed addresses. Steps that may run at once each need their own.
 #[derive(Debug)]
 pub struct Applier {
-    spec: Spec,
+    pub(super) spec: Spec,
     shrink: [Pipeline; 2],
-    expand: [Pipeline; 2],
-    batch: Region,
-    z: Region,
+    pub(super) expand: [Pipeline; 2],
+    pub(super) tokens: TokenPipelines,
+    pub(super) batch: Region,
+    pub(super) z: Region,
     capacity: Capacity,
-    max_binding: u64,
-    binding_align: u64,
+    pub(super) max_binding: u64,
+    pub(super) binding_align: u64,
 }
 
 /// One group of sites in one call, resolved.
-struct Group<'a> {
-    sites: Vec<usize>,
-    x: &'a Matrix,
-    in_features: u32,
-    joined: Vec<Joined>,
-    at: Vec<At>,
+pub(super) struct Group<'a> {
+    pub(super) sites: Vec<usize>,
+    /// What is read in rows of `in_features` elements; an embedding reads none.
+    pub(super) x: Option<&'a Matrix>,
+    pub(super) in_features: u32,
+    pub(super) joined: Vec<Joined>,
+    pub(super) at: Vec<At>,
 }
 
 /// Operands and parameters of a launch to be.
-type Draft = (Vec<Region>, Params);
+pub(super) type Draft = (Vec<Region>, Params);
 
 impl Applier {
     /// Compiles the kernels and allocates scratch for batches of up to `capacity`.
@@ -104,6 +107,7 @@ impl Applier {
             spec,
             shrink: [load(Kernel::BgmvShrink)?, load(Kernel::SgmvShrink)?],
             expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
+            tokens: TokenPipelines::new(backend, pool, spec)?,
             batch: backend.alloc(capacity.bytes().max(16), "batch")?,
             z: backend.alloc(scratch, "rank-space scratch")?,
             capacity,
@@ -165,7 +169,7 @@ impl Applier {
         })
     }
 
-    fn check_capacity(&self, capacity: Capacity) -> Result<()> {
+    pub(super) fn check_capacity(&self, capacity: Capacity) -> Result<()> {
         let own = self.capacity;
         let limit = |what, found: u32, limit: u32| match found <= limit {
             true => Ok(()),
@@ -188,6 +192,10 @@ impl Applier {
         let mut widths = Vec::with_capacity(outputs.len());
         for output in outputs {
             let site = spec(output)?;
+            if site.kind != SiteKind::Linear {
+                let found = format!("{:?}", site.kind);
+                return Err(Error::shape(format!("site {}", site.id.path), found, "a linear, which reads x"));
+            }
             if site.in_features != in_features {
                 let found = format!("in_features {}", site.in_features);
                 return Err(Error::shape(
@@ -201,18 +209,19 @@ impl Applier {
         }
         x.check("x", rows, in_features, act)?;
         let (joined, at) = join(outputs, &widths, rows, act, self.binding_align)?;
-        Ok(Group { sites: outputs.iter().map(|o| o.site).collect(), x, in_features, joined, at })
+        Ok(Group { sites: outputs.iter().map(|o| o.site).collect(), x: Some(x), in_features, joined, at })
     }
 
     /// Rows that one launch can take: as many as scratch and the device's bindings hold.
-    fn rows_at_once(&self, pool: &Pool, group: &Group<'_>) -> Result<u32> {
+    pub(super) fn rows_at_once(&self, pool: &Pool, group: &Group<'_>) -> Result<u32> {
         let act = self.spec.act;
         // A binding begins at a multiple of the alignment: what lies before the operand counts too.
         let room = match self.max_binding {
             u64::MAX => u64::MAX,
             limited => limited.saturating_sub(self.binding_align),
         };
-        let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain([(group.x, group.in_features)]);
+        let x = group.x.map(|x| (x, group.in_features));
+        let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(x);
         let mut rows = self.z.len() / (group.sites.len() as u64 * u64::from(pool.layout().max_rank()) * 4);
         for (matrix, width) in matrices {
             let first = u64::from(width) * act.size();
@@ -244,7 +253,7 @@ impl Applier {
             row_first: first,
             slots: layout.slots(),
             in_features: group.in_features,
-            x_stride: group.x.stride(),
+            x_stride: group.x.map_or(0, Matrix::stride),
             b_stride: layout.b_stride(),
             z_stride: group.sites.len() as u32 * layout.max_rank(),
             max_rank: layout.max_rank(),
@@ -271,7 +280,7 @@ impl Applier {
     }
 
     /// Operands and parameters of the launch for one window of the pool.
-    fn draft(
+    pub(super) fn draft(
         &self,
         pool: &Pool,
         group: &Group<'_>,
@@ -283,8 +292,8 @@ impl Applier {
         let act = self.spec.act;
         let layout = pool.layout();
         let mut operands = vec![batch.clone(), pool.tables().region().clone(), pool.region(window.place)?];
-        if part == Part::A {
-            operands.push(group.x.rows(params.row_first, params.rows, group.in_features, act)?);
+        if let (Part::A, Some(x)) = (part, group.x) {
+            operands.push(x.rows(params.row_first, params.rows, group.in_features, act)?);
         }
         operands.push(self.z.clone());
         params.slot_first = window.slots.start;

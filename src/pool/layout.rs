@@ -8,19 +8,43 @@
 
 use std::ops::Range;
 
+use serde::Serialize;
+
 use crate::backend::{Caps, WeightLayout};
-use crate::contract::{MAX_RANK, STRIDE_ALIGN, vector_len};
+use crate::contract::{MAX_RANK, MAX_TOKEN_ROWS, STRIDE_ALIGN, overlay_ids_bytes, vector_len};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// Planes and slots start at multiples of this many bytes.
 const ALIGN: u64 = 256;
 
+/// What a site is, and so how a slot's part of it lies in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SiteKind {
+    /// A linear: `A[rank][in_features]` and `B[out_features][rank]`.
+    #[default]
+    Linear,
+    /// An embedding, whose input is one token's number: A lies transposed, `A^T[in_features][rank]`, so that a token's
+    /// part is contiguous. `in_features` is the vocabulary.
+    Embedding,
+    /// Rows of an embedding or head that an adapter replaces: `ids[capacity]`, ascending u32, padded to 16 bytes, then
+    /// `rows[capacity][in_features]`. `in_features` is the width of a row, `out_features` the vocabulary; B is empty.
+    TokenRows {
+        /// Most rows of one adapter, 1..=65,535.
+        capacity: u32,
+        /// Type of the rows: best that of the served table, which then loses nothing to them nor they to it.
+        dtype: DType,
+    },
+}
+
 /// Shape of a site as the layout needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SiteShape {
     /// Sites of one layer are kept together.
     pub layer: usize,
+    /// What it is.
+    pub kind: SiteKind,
     /// Columns of A.
     pub in_features: u32,
     /// Rows of B.
@@ -29,13 +53,37 @@ pub struct SiteShape {
     pub vectors: bool,
 }
 
+impl SiteShape {
+    /// Elements between rows of A, of A^T, or of replaced rows.
+    fn a_stride(&self, max_rank: u32) -> u32 {
+        match self.kind {
+            SiteKind::Linear | SiteKind::TokenRows { .. } => stride(self.in_features),
+            SiteKind::Embedding => stride(max_rank),
+        }
+    }
+
+    /// Bytes of A and B, each a multiple of 16.
+    fn bytes(&self, max_rank: u32, element: u64) -> [u64; 2] {
+        let a_row = u64::from(self.a_stride(max_rank));
+        let vectors = if self.vectors { 2 * 4 * vector_len(self.out_features) } else { 0 };
+        let b = u64::from(self.out_features) * u64::from(stride(max_rank)) * element + vectors;
+        match self.kind {
+            SiteKind::Linear => [u64::from(max_rank) * a_row * element, b],
+            SiteKind::Embedding => [u64::from(self.in_features) * a_row * element, b],
+            SiteKind::TokenRows { capacity, dtype } => {
+                [overlay_ids_bytes(capacity) + u64::from(capacity) * a_row * dtype.size(), 0]
+            }
+        }
+    }
+}
+
 /// Which matrix of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// `A[rank][in_features]`, rows `a_stride` elements apart.
+    /// `A[rank][in_features]`, rows `a_stride` elements apart; in other kinds of sites what [`SiteKind`] says.
     A,
     /// `B[out_features][rank]`, rows `b_stride` elements apart, and behind it the gains and offsets of pairs that have
-    /// them, where the pool has room for them.
+    /// them, where the pool has room for them; empty for token rows.
     B,
 }
 
@@ -127,14 +175,21 @@ impl Layout {
         if slots == 0 || slots > i32::MAX as u32 {
             return Err(Error::Limit { what: "max_loras", found: slots.into(), limit: i32::MAX as u64, hint: "" });
         }
+        for shape in sites {
+            if let SiteKind::TokenRows { capacity, .. } = shape.kind
+                && !(1..=MAX_TOKEN_ROWS).contains(&capacity)
+            {
+                let hint = " (token_rows is 1..=65535)";
+                let (found, limit) = (capacity.into(), MAX_TOKEN_ROWS.into());
+                return Err(Error::Limit { what: "token_rows", found, limit, hint });
+            }
+        }
         let element = dtype.size();
         let mut slot_bytes = 0;
         let sites = sites
             .iter()
             .map(|&shape| {
-                let a_bytes = u64::from(max_rank) * u64::from(stride(shape.in_features)) * element;
-                let vectors = if shape.vectors { 2 * 4 * vector_len(shape.out_features) } else { 0 };
-                let b_bytes = u64::from(shape.out_features) * u64::from(stride(max_rank)) * element + vectors;
+                let [a_bytes, b_bytes] = shape.bytes(max_rank, element);
                 let in_slot = [slot_bytes, slot_bytes + a_bytes];
                 slot_bytes += a_bytes + b_bytes;
                 Site { shape, a_bytes, b_bytes, in_slot, pieces: [Vec::new(), Vec::new()] }
@@ -258,9 +313,14 @@ impl Layout {
         self.dtype
     }
 
-    /// Elements between rows of A at `site`: `in_features` rounded up to 8.
+    /// What `site` is.
+    pub fn kind(&self, site: usize) -> SiteKind {
+        self.sites[site].shape.kind
+    }
+
+    /// Elements between rows of A at `site`: `in_features` rounded up to 8, or an embedding's `max_rank`.
     pub fn a_stride(&self, site: usize) -> u32 {
-        stride(self.sites[site].shape.in_features)
+        self.sites[site].shape.a_stride(self.max_rank)
     }
 
     /// Elements between rows of B, at every site: `max_rank` rounded up to 8.
@@ -368,7 +428,17 @@ mod tests {
         let site = (0..3usize, 1..400u32, 1..400u32);
         (prop::collection::vec(site, 1..9), any::<bool>()).prop_map(|(mut sites, vectors)| {
             sites.sort();
-            let shape = |(layer, in_features, out_features)| SiteShape { layer, in_features, out_features, vectors };
+            let kinds = [
+                SiteKind::Linear,
+                SiteKind::Embedding,
+                SiteKind::TokenRows { capacity: 5, dtype: DType::F32 },
+                SiteKind::TokenRows { capacity: 70, dtype: DType::Bf16 },
+            ];
+            let shape = |(layer, i, o)| {
+                let kind = kinds[(i / 3) as usize % 4];
+                let vectors = vectors && kind == SiteKind::Linear;
+                SiteShape { layer, kind, in_features: i, out_features: o, vectors }
+            };
             sites.into_iter().map(shape).collect()
         })
     }
@@ -427,7 +497,8 @@ mod tests {
 
     #[test]
     fn a_slot_is_one_contiguous_run_where_addresses_exist() {
-        let sites = [SiteShape { layer: 0, in_features: 48, out_features: 80, vectors: false }; 3];
+        let sites =
+            [SiteShape { layer: 0, kind: SiteKind::Linear, in_features: 48, out_features: 80, vectors: false }; 3];
         let layout =
             Layout::new(&sites, 12, 4, DType::Bf16, limits(WeightLayout::SlotMajor, u64::MAX, u64::MAX)).unwrap();
         let mut next = 2 * layout.slot_bytes();
@@ -443,7 +514,8 @@ mod tests {
 
     #[test]
     fn a_pool_beyond_the_largest_allocation_becomes_several_blocks_of_whole_slots() {
-        let sites = [SiteShape { layer: 0, in_features: 4096, out_features: 4096, vectors: false }];
+        let sites =
+            [SiteShape { layer: 0, kind: SiteKind::Linear, in_features: 4096, out_features: 4096, vectors: false }];
         let layout =
             Layout::new(&sites, 16, 10, DType::Bf16, limits(WeightLayout::SlotMajor, 1 << 20, u64::MAX)).unwrap();
         assert_eq!(layout.slot_bytes(), 2 * 16 * 4096 * 2);
@@ -453,7 +525,8 @@ mod tests {
 
     #[test]
     fn a_plane_beyond_the_binding_limit_is_cut_between_slots() {
-        let sites = [SiteShape { layer: 0, in_features: 14336, out_features: 64, vectors: false }];
+        let sites =
+            [SiteShape { layer: 0, kind: SiteKind::Linear, in_features: 14336, out_features: 64, vectors: false }];
         let layout =
             Layout::new(&sites, 64, 100, DType::Bf16, limits(WeightLayout::SiteMajor, 256 << 20, 128 << 20)).unwrap();
         let windows = layout.windows(&[0], Part::A);

@@ -10,19 +10,19 @@ mod tables;
 
 use std::collections::BTreeMap;
 
-pub use layout::{Layout, Limits, Part, Place, SiteShape, Window};
+pub use layout::{Layout, Limits, Part, Place, SiteKind, SiteShape, Window};
 use pack::Packed;
 pub use pack::SlotImage;
 pub use rows::{Capacity, Plan};
 pub use slots::{Claim, Phase, Slot, Slots};
-pub use spec::{PoolSpec, SiteSpec};
+pub use spec::{PoolSpec, SiteSpec, TOKEN_ROWS};
 pub use staging::Staging;
 pub use tables::{Cell, SiteTables, Tables};
 
-use crate::adapter::{HostPair, LoraModule, RowVectors};
+use crate::adapter::{HostPair, HostTokens, LoraModule, RowVectors};
 use crate::backend::{GpuBackend, Record, Ticket};
 use crate::error::{Error, Result};
-use crate::memory::Region;
+use crate::memory::{DevicePtr, Region};
 
 /// Device memory for `max_loras` adapters over all sites of a model. Its addresses never change.
 #[derive(Debug)]
@@ -31,7 +31,8 @@ pub struct Pool {
     layout: Layout,
     blocks: Vec<Region>,
     tables: Tables,
-    index: BTreeMap<(usize, LoraModule), usize>,
+    /// By layer, module, and whether the site holds token rows.
+    index: BTreeMap<(usize, LoraModule, bool), usize>,
 }
 
 impl Pool {
@@ -48,7 +49,7 @@ impl Pool {
             Layout::new(&spec.shapes(), spec.max_rank, spec.max_loras, spec.dtype, Limits::from(backend.caps()))?;
         let mut index = BTreeMap::new();
         for (i, site) in spec.sites.iter().enumerate() {
-            if index.insert((site.id.layer, site.id.module.clone()), i).is_some() {
+            if index.insert((site.id.layer, site.id.module.clone(), site.is_token_rows()), i).is_some() {
                 return Err(Error::shape("sites of a pool", format!("{} twice", site.id.path), "each site once"));
             }
         }
@@ -67,14 +68,24 @@ impl Pool {
         &self.spec.sites
     }
 
-    /// Index of a site.
+    /// Index of a site for LoRA: a linear or an embedding.
     pub fn site(&self, layer: usize, module: &LoraModule) -> Option<usize> {
-        self.index.get(&(layer, module.clone())).copied()
+        self.index.get(&(layer, module.clone(), false)).copied()
     }
 
-    /// Index of the site with this module path.
+    /// Index of a site for token rows.
+    pub fn token_site(&self, layer: usize, module: &LoraModule) -> Option<usize> {
+        self.index.get(&(layer, module.clone(), true)).copied()
+    }
+
+    /// Index of the site for LoRA with this module path.
     pub fn site_at(&self, path: &str) -> Option<usize> {
-        self.spec.sites.iter().position(|s| &*s.id.path == path)
+        self.spec.sites.iter().position(|s| &*s.id.path == path && !s.is_token_rows())
+    }
+
+    /// Index of the site for token rows with this module path.
+    pub fn token_site_at(&self, path: &str) -> Option<usize> {
+        self.spec.sites.iter().position(|s| &*s.id.path == path && s.is_token_rows())
     }
 
     /// Where everything lies.
@@ -141,6 +152,9 @@ impl Pool {
             for part in [Part::A, Part::B] {
                 let region = self.part(slot, site, part)?;
                 let end = start + region.len() as usize;
+                if region.is_empty() {
+                    continue;
+                }
                 match spans.last_mut() {
                     Some((range, last))
                         if last.offset() + last.len() == region.offset() && last.same_allocation(&region) =>
@@ -165,7 +179,8 @@ impl Pool {
     pub(crate) fn cell(&self, slot: u32, site: usize, pair: Packed) -> Result<Cell> {
         let at = |part| self.part(slot, site, part).map(|r| r.ptr());
         let Packed { rank, scale, vectors } = pair;
-        Ok(Cell { a: at(Part::A)?, b: at(Part::B)?, rank, scale, vectors })
+        let b = if self.spec.sites[site].is_token_rows() { DevicePtr::NULL } else { at(Part::B)? };
+        Ok(Cell { a: at(Part::A)?, b, rank, scale, vectors })
     }
 
     pub(crate) fn check_slot(&self, slot: i64) -> Result<()> {
@@ -182,6 +197,10 @@ impl Pool {
             Error::shape(format!("site {path}"), "no such site in the pool", "a site of the pool's base model")
         })?;
         let spec = &self.spec.sites[site];
+        if pair.embedding != (spec.kind == SiteKind::Embedding) {
+            let kind = |embedding: bool| if embedding { "an embedding" } else { "a linear" };
+            return Err(Error::shape(format!("site {path}"), kind(pair.embedding), kind(!pair.embedding)));
+        }
         let found = (pair.in_features(), pair.out_features());
         let expected = (spec.in_features as usize, spec.out_features as usize);
         if found != expected {
@@ -200,7 +219,7 @@ impl Pool {
             });
         }
         if let Some(RowVectors { gain, offset }) = &pair.vectors {
-            if !self.spec.vectors {
+            if self.layout.vectors(site).is_none() {
                 return Err(Error::shape(
                     format!("site {path}"),
                     "gains and offsets (lora_bias or DoRA)",
@@ -212,6 +231,32 @@ impl Pool {
                 let expected = format!("{} of each, one an output", pair.out_features());
                 return Err(Error::shape(format!("gains and offsets of site {path}"), format!("{lens:?}"), expected));
             }
+        }
+        Ok(site)
+    }
+
+    /// Index of the site that `tokens` belong to, if the pool can hold them there.
+    pub(crate) fn fit_tokens(&self, tokens: &HostTokens) -> Result<usize> {
+        let path = &tokens.site.path;
+        let site = self.token_site(tokens.site.layer, &tokens.site.module).ok_or_else(|| {
+            let expected = "a pool with room for token rows there";
+            Error::shape(format!("token rows of {path}"), "no such site in the pool", expected)
+        })?;
+        let spec = &self.spec.sites[site];
+        let SiteKind::TokenRows { capacity, .. } = spec.kind else { unreachable!("a site for token rows") };
+        let found = (tokens.rows.cols, tokens.vocabulary);
+        let expected = (spec.in_features as usize, spec.out_features as usize);
+        if found != expected {
+            let said = |(width, vocabulary): (usize, usize)| format!("{vocabulary} rows of {width}");
+            return Err(Error::shape(format!("table {path}"), said(found), said(expected)));
+        }
+        if tokens.ids.len() > capacity as usize {
+            return Err(Error::Limit {
+                what: "number of token rows that the adapter replaces",
+                found: tokens.ids.len() as u64,
+                limit: capacity.into(),
+                hint: " (raise token_rows)",
+            });
         }
         Ok(site)
     }

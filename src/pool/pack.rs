@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use super::{Cell, Part, Pool};
-use crate::adapter::{Adapter, HostPair};
+use super::{Cell, Part, Pool, SiteKind};
+use crate::adapter::{Adapter, HostMatrix, HostPair, HostTokens};
 use crate::backend::{Encoder, HostBuffer};
+use crate::contract::overlay_ids_bytes;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 
@@ -40,8 +42,9 @@ impl SlotImage {
     ///
     /// # Errors
     /// [`Error::Shape`] for a site that the pool does not have or has in another
-    /// shape, or for vectors in a pool without room for them, [`Error::Limit`] for a rank above the pool's, [`Error::Overflow`]
-    /// for a value that the pool's type can't hold.
+    /// shape, or for vectors in a pool without room for them, and for an adapter of which it is not yet known which token
+    /// rows it replaces ([`Adapter::raw_tokens`]); [`Error::Limit`] for a rank or a number of token rows above the pool's,
+    /// [`Error::Overflow`] for a value that the pool's type can't hold.
     pub fn new(pool: &Pool, adapter: &Adapter) -> Result<Self> {
         Self::new_in(pool, adapter, HostBuffer::plain(Self::len_in(pool)))
     }
@@ -50,7 +53,16 @@ impl SlotImage {
     ///
     /// # Errors
     /// As [`SlotImage::new`]; [`Error::Shape`] for memory of another length.
-    pub fn new_in(pool: &Pool, adapter: &Adapter, mut bytes: HostBuffer) -> Result<Self> {
+    pub fn new_in(pool: &Pool, adapter: &Adapter, bytes: HostBuffer) -> Result<Self> {
+        if let Some(raw) = adapter.raw_tokens.first() {
+            let expected = "the served tables, or the base that the adapter is loaded with";
+            return Err(Error::shape(format!("token rows of {}", raw.site.path), "no table to compare with", expected));
+        }
+        Self::of_known(pool, adapter, bytes)
+    }
+
+    /// The same, without what is not yet known of the token rows.
+    pub(crate) fn of_known(pool: &Pool, adapter: &Adapter, mut bytes: HostBuffer) -> Result<Self> {
         let len = Self::len_in(pool);
         if bytes.len() != len {
             return Err(Error::shape("memory of a slot image", bytes.len(), len));
@@ -61,37 +73,44 @@ impl SlotImage {
         for pair in &adapter.pairs {
             covered[pool.fit(pair)?] = Some(pair);
         }
+        let mut replaced: Vec<Option<&HostTokens>> = vec![None; pool.sites().len()];
+        for tokens in &adapter.tokens {
+            replaced[pool.fit_tokens(tokens)?] = Some(tokens);
+        }
         let layout = pool.layout();
         let dtype = layout.dtype();
-        let element = dtype.size() as usize;
         let mut start = 0;
-        for (site, pair) in covered.into_iter().enumerate() {
+        for (site, (pair, tokens)) in covered.into_iter().zip(replaced).enumerate() {
             for part in [Part::A, Part::B] {
                 let end = start + layout.part_bytes(site, part) as usize;
-                if let Some(pair) = pair {
-                    let (matrix, stride) = match part {
-                        Part::A => (&pair.a, layout.a_stride(site)),
-                        Part::B => (&pair.b, layout.b_stride()),
-                    };
-                    let values = matrix.to(dtype).map_err(|(index, value)| {
-                        let tensor = format!("lora_{part:?} of {}", pair.site.path);
-                        Error::Overflow { tensor, index, value, dtype }
-                    })?;
-                    // Of B no more rows than it has: vectors may follow.
-                    let rows = image.bytes[start..end].chunks_mut(stride as usize * element);
-                    for (to, from) in rows.zip(values.chunks(matrix.cols * element)) {
-                        to[..from.len()].copy_from_slice(from);
-                    }
-                    if let (Part::B, Some(vectors), Some(at)) = (part, &pair.vectors, layout.vectors(site)) {
-                        for (values, at) in [&vectors.gain, &vectors.offset].into_iter().zip(at) {
-                            let to = &mut image.bytes[start + at as usize..end];
-                            to[..4 * values.len()].copy_from_slice(bytemuck::cast_slice(values));
-                        }
-                    }
-                    let (rank, vectors) = (pair.rank() as u32, pair.vectors.is_some());
-                    image.pairs[site] = Some(Packed { rank, scale: pair.scale, vectors });
-                }
+                let to = &mut image.bytes[start..end];
                 start = end;
+                if let Some(tokens) = tokens {
+                    write_tokens(pool, site, tokens, to)?;
+                    image.pairs[site] = Some(Packed { rank: tokens.ids.len() as u32, scale: 1.0, vectors: false });
+                    break; // B is empty
+                }
+                let Some(pair) = pair else { continue };
+                let (rank, vectors) = (pair.rank() as u32, pair.vectors.is_some());
+                image.pairs[site] = Some(Packed { rank, scale: pair.scale, vectors });
+                let (matrix, stride) = match part {
+                    Part::A => (&pair.a, layout.a_stride(site)),
+                    Part::B => (&pair.b, layout.b_stride()),
+                };
+                let values = matrix.to(dtype).map_err(|(index, value)| {
+                    let tensor = format!("lora_{part:?} of {}", pair.site.path);
+                    Error::Overflow { tensor, index, value, dtype }
+                })?;
+                match (layout.kind(site), part) {
+                    (SiteKind::Embedding, Part::A) => transpose(&values, matrix, dtype, stride, to),
+                    // Of B no more rows than it has: vectors may follow.
+                    _ => spread(&values, matrix.cols, dtype, stride, to),
+                }
+                if let (Part::B, Some(vectors), Some(at)) = (part, &pair.vectors, layout.vectors(site)) {
+                    for (values, at) in [&vectors.gain, &vectors.offset].into_iter().zip(at) {
+                        to[at as usize..][..4 * values.len()].copy_from_slice(bytemuck::cast_slice(values));
+                    }
+                }
             }
         }
         Ok(image)
@@ -144,4 +163,39 @@ impl SlotImage {
     pub fn write(&self, pool: &Pool, slot: u32, encoder: &mut dyn Encoder) -> Result<()> {
         pool.spans(slot)?.into_iter().try_for_each(|(range, region)| encoder.write(&region, &self.bytes[range]))
     }
+}
+
+/// Rows of `cols` elements, put `stride` elements apart.
+fn spread(values: &[u8], cols: usize, dtype: DType, stride: u32, to: &mut [u8]) {
+    let element = dtype.size() as usize;
+    for (to, from) in to.chunks_mut(stride as usize * element).zip(values.chunks(cols * element)) {
+        to[..from.len()].copy_from_slice(from);
+    }
+}
+
+/// Columns of a matrix as rows, `stride` elements apart.
+fn transpose(values: &[u8], matrix: &HostMatrix, dtype: DType, stride: u32, to: &mut [u8]) {
+    let element = dtype.size() as usize;
+    for (r, row) in values.chunks(matrix.cols * element).enumerate() {
+        for (to, from) in to.chunks_mut(stride as usize * element).zip(row.chunks(element)) {
+            to[r * element..(r + 1) * element].copy_from_slice(from);
+        }
+    }
+}
+
+/// Ids and rows, as a site for token rows holds them. `to`: as many bytes as a slot has there, all zero.
+pub(crate) fn write_tokens(pool: &Pool, site: usize, tokens: &HostTokens, to: &mut [u8]) -> Result<()> {
+    let SiteKind::TokenRows { capacity, dtype } = pool.layout().kind(site) else {
+        unreachable!("token rows fit a site for them alone")
+    };
+    let values = tokens.rows.to(dtype).map_err(|(index, value)| {
+        let tensor = format!("token rows of {}", tokens.site.path);
+        Error::Overflow { tensor, index, value, dtype }
+    })?;
+    let (ids, rows) = to.split_at_mut(overlay_ids_bytes(capacity) as usize);
+    for (to, id) in ids.as_chunks_mut::<4>().0.iter_mut().zip(&tokens.ids) {
+        *to = id.to_le_bytes();
+    }
+    spread(&values, tokens.rows.cols, dtype, pool.layout().a_stride(site), rows);
+    Ok(())
 }

@@ -1,10 +1,10 @@
 //! What a pool is made for: the sites of a model, and how much room each slot has there.
 
-use crate::adapter::{Adapter, BaseModel, HostPair, Linear, LoraModule, SiteId};
+use crate::adapter::{Adapter, BaseModel, Embedding, HostPair, HostTokens, Linear, LoraModule, SiteId};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
-use super::{Layout, Limits, SiteShape};
+use super::{Layout, Limits, SiteKind, SiteShape};
 use crate::backend::WeightLayout;
 
 /// A site and its shape.
@@ -12,18 +12,70 @@ use crate::backend::WeightLayout;
 pub struct SiteSpec {
     /// Which site.
     pub id: SiteId,
-    /// Elements of an input row.
+    /// What it is. A path may have a site for LoRA and one for token rows.
+    pub kind: SiteKind,
+    /// Elements of an input row; of an embedding the vocabulary; of token rows the width of one.
     pub in_features: u32,
-    /// Elements of an output row.
+    /// Elements of an output row; of token rows the vocabulary.
     pub out_features: u32,
 }
 
 impl SiteSpec {
+    /// A linear.
+    pub fn linear(id: SiteId, in_features: u32, out_features: u32) -> Self {
+        Self { id, kind: SiteKind::Linear, in_features, out_features }
+    }
+
+    /// An embedding of `vocabulary` rows, `width` wide.
+    pub fn embedding(id: SiteId, vocabulary: u32, width: u32) -> Self {
+        Self { id, kind: SiteKind::Embedding, in_features: vocabulary, out_features: width }
+    }
+
+    /// Room for `capacity` replaced rows, in `dtype`, of an embedding or head of `vocabulary` rows, `width` wide.
+    pub fn token_rows(id: SiteId, vocabulary: u32, width: u32, capacity: u32, dtype: DType) -> Self {
+        Self { id, kind: SiteKind::TokenRows { capacity, dtype }, in_features: width, out_features: vocabulary }
+    }
+
+    /// Whether it holds token rows, and not A and B.
+    pub fn is_token_rows(&self) -> bool {
+        matches!(self.kind, SiteKind::TokenRows { .. })
+    }
+
     fn shape(&self, vectors: bool) -> SiteShape {
-        let Self { id, in_features, out_features } = self;
-        SiteShape { layer: id.layer, in_features: *in_features, out_features: *out_features, vectors }
+        let Self { kind, in_features, out_features, .. } = *self;
+        // Only linears have gains and offsets.
+        let vectors = vectors && kind == SiteKind::Linear;
+        SiteShape { layer: self.id.layer, kind, in_features, out_features, vectors }
+    }
+
+    fn of_pair(pair: &HostPair) -> Self {
+        let kind = if pair.embedding { SiteKind::Embedding } else { SiteKind::Linear };
+        let (in_features, out_features) = (pair.in_features() as u32, pair.out_features() as u32);
+        Self { id: pair.site.clone(), kind, in_features, out_features }
+    }
+
+    fn of_tokens(tokens: &HostTokens) -> Self {
+        let (vocabulary, width, capacity) =
+            (tokens.vocabulary as u32, tokens.rows.cols as u32, tokens.ids.len() as u32);
+        Self::token_rows(tokens.site.clone(), vocabulary, width, capacity.max(1), tokens.rows.dtype)
+    }
+
+    /// Makes this site fit what `other` is made for, if both are of one shape.
+    fn widen(&mut self, other: &Self) -> bool {
+        if let (SiteKind::TokenRows { capacity, dtype }, SiteKind::TokenRows { capacity: more, dtype: theirs }) =
+            (&mut self.kind, other.kind)
+        {
+            *capacity = (*capacity).max(more);
+            // f32 holds what either of two 2-byte types does.
+            *dtype = if *dtype == theirs { *dtype } else { DType::F32 };
+            return (self.in_features, self.out_features) == (other.in_features, other.out_features);
+        }
+        self == other
     }
 }
+
+/// Token rows that a slot has room for in each table, where nothing else is said.
+pub const TOKEN_ROWS: u32 = 256;
 
 /// What a pool is made for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,36 +96,43 @@ pub struct PoolSpec {
 }
 
 impl PoolSpec {
-    /// A pool for just these adapters: the sites that any of them covers, the largest rank of all, vectors if any has them.
+    /// A pool for just these adapters: the sites that any of them covers, the largest rank of all, vectors if any has them,
+    /// as many token rows as any of them has.
     ///
     /// # Errors
-    /// [`Error::Shape`] when two adapters disagree on the shape of a site.
+    /// [`Error::Shape`] when two adapters disagree on the shape of a site, or it is not yet known which token rows one of
+    /// them replaces ([`Adapter::raw_tokens`]).
     pub fn for_adapters<'a>(
         adapters: impl IntoIterator<Item = &'a Adapter>,
         max_loras: u32,
         dtype: DType,
     ) -> Result<Self> {
-        let mut pairs: Vec<&HostPair> = adapters.into_iter().flat_map(|a| &a.pairs).collect();
-        let max_rank = pairs.iter().map(|p| p.rank()).max().unwrap_or(1) as u32;
-        let vectors = pairs.iter().any(|p| p.vectors.is_some());
-        pairs.sort_by(|a, b| a.site.cmp(&b.site));
+        let (mut max_rank, mut vectors) = (1, false);
+        let mut wanted: Vec<SiteSpec> = Vec::new();
+        for adapter in adapters {
+            if let Some(raw) = adapter.raw_tokens.first() {
+                let expected = "an adapter loaded with its base, which tells them";
+                return Err(Error::shape(format!("token rows of {}", raw.site.path), "not known yet", expected));
+            }
+            max_rank = max_rank.max(adapter.max_rank() as u32);
+            vectors |= adapter.pairs.iter().any(|pair| pair.vectors.is_some());
+            wanted.extend(adapter.pairs.iter().map(SiteSpec::of_pair));
+            wanted.extend(adapter.tokens.iter().map(SiteSpec::of_tokens));
+        }
+        wanted.sort_by(|a, b| a.id.cmp(&b.id).then(a.is_token_rows().cmp(&b.is_token_rows())));
         let mut sites: Vec<SiteSpec> = Vec::new();
-        for pair in pairs {
-            let site = SiteSpec {
-                id: pair.site.clone(),
-                in_features: pair.in_features() as u32,
-                out_features: pair.out_features() as u32,
+        for site in wanted {
+            let same = |last: &&mut SiteSpec| last.id == site.id && last.is_token_rows() == site.is_token_rows();
+            let Some(last) = sites.last_mut().filter(same) else {
+                sites.push(site);
+                continue;
             };
-            match sites.last() {
-                Some(last) if last.id == site.id && *last != site => {
-                    return Err(Error::shape(
-                        format!("site {}", site.id.path),
-                        format!("{} -> {}", site.in_features, site.out_features),
-                        format!("{} -> {}, as another adapter has it", last.in_features, last.out_features),
-                    ));
-                }
-                Some(last) if last.id == site.id => {}
-                _ => sites.push(site),
+            if !last.widen(&site) {
+                return Err(Error::shape(
+                    format!("site {}", site.id.path),
+                    format!("{} -> {}", site.in_features, site.out_features),
+                    format!("{} -> {}, as another adapter has it", last.in_features, last.out_features),
+                ));
             }
         }
         Ok(Self { sites, max_rank, max_loras, dtype, vectors })
@@ -81,13 +140,48 @@ impl PoolSpec {
 
     /// A pool for any adapter of a base: every linear is a site, with room for vectors. Where no adapter will have
     /// `lora_bias` or DoRA, set [`PoolSpec::vectors`] to `false` and save that room.
+    ///
+    /// So are its embeddings, and the input embedding and the
+    /// head have room for [`TOKEN_ROWS`] replaced rows, kept in the type of the base's own table (f32 where that is not
+    /// known).
+    ///
+    /// In every slot an embedding takes `vocabulary * max_rank` elements, which for 128k tokens and rank 64 is 16 MiB in a
+    /// 2-byte type, and the two tables take 256 rows each: see [`PoolSpec::without_embeddings`],
+    /// [`PoolSpec::without_token_rows`], [`PoolSpec::with_token_rows`].
     pub fn for_base(base: &BaseModel, max_rank: u32, max_loras: u32, dtype: DType) -> Self {
-        let site = |linear: &Linear| SiteSpec {
-            id: linear.site.clone(),
-            in_features: linear.in_features as u32,
-            out_features: linear.out_features as u32,
-        };
-        Self { sites: base.linears().iter().map(site).collect(), max_rank, max_loras, dtype, vectors: true }
+        let linear = |l: &Linear| SiteSpec::linear(l.site.clone(), l.in_features as u32, l.out_features as u32);
+        let embedding = |e: &Embedding| SiteSpec::embedding(e.site.clone(), e.vocabulary as u32, e.width as u32);
+        let mut sites: Vec<SiteSpec> = base.linears().iter().map(linear).collect();
+        sites.extend(base.embeddings().iter().map(embedding));
+        let tables = base.input_embedding().map(|e| (&e.site, e.vocabulary, e.width));
+        let tables = tables.into_iter().chain(base.head().map(|h| (&h.site, h.out_features, h.in_features)));
+        sites.extend(tables.map(|(site, vocabulary, width)| {
+            let dtype = base.dtype(&site.path).unwrap_or(DType::F32);
+            SiteSpec::token_rows(site.clone(), vocabulary as u32, width as u32, TOKEN_ROWS, dtype)
+        }));
+        Self { sites, max_rank, max_loras, dtype, vectors: true }
+    }
+
+    /// Without room for LoRA on embeddings; an adapter that has any is then refused.
+    pub fn without_embeddings(mut self) -> Self {
+        self.sites.retain(|site| site.kind != SiteKind::Embedding);
+        self
+    }
+
+    /// Without room for replaced token rows; an adapter that has any is then refused.
+    pub fn without_token_rows(mut self) -> Self {
+        self.sites.retain(|site| !site.is_token_rows());
+        self
+    }
+
+    /// With room for `rows` replaced token rows in each table that has any.
+    pub fn with_token_rows(mut self, rows: u32) -> Self {
+        for site in &mut self.sites {
+            if let SiteKind::TokenRows { capacity, .. } = &mut site.kind {
+                *capacity = rows;
+            }
+        }
+        self
     }
 
     /// Bytes of weights that such a pool takes, in all slots, where a device sets no limit to one block.
@@ -105,10 +199,11 @@ impl PoolSpec {
         self.sites.iter().map(|site| site.shape(self.vectors)).collect()
     }
 
-    /// Sites that read one input, as far as their names say: q, k, v; gate, up. Every site is in one group.
+    /// Linear sites that read one input, as far as their names say: q, k, v; gate, up. Every linear site is in one group,
+    /// no other is in any.
     pub fn groups(&self) -> Vec<Vec<usize>> {
         let mut groups: Vec<Vec<usize>> = Vec::new();
-        for (i, site) in self.sites.iter().enumerate() {
+        for (i, site) in self.sites.iter().enumerate().filter(|(_, site)| site.kind == SiteKind::Linear) {
             let joins = groups.last().is_some_and(|group| {
                 let first = &self.sites[group[0]];
                 first.id.layer == site.id.layer

@@ -23,7 +23,7 @@ pub fn sites() -> Vec<SiteId> {
 
 /// A pool for that model.
 pub fn spec(max_loras: u32) -> PoolSpec {
-    let sites = sites().into_iter().map(|id| SiteSpec { id, in_features: WIDTH, out_features: WIDTH }).collect();
+    let sites = sites().into_iter().map(|id| SiteSpec::linear(id, WIDTH, WIDTH)).collect();
     PoolSpec { sites, max_rank: 8, max_loras, dtype: DType::F32, vectors: true }
 }
 
@@ -35,12 +35,13 @@ fn matrix(rows: usize, cols: usize, seed: u64) -> HostMatrix {
 
 /// An adapter over `sites`, told apart by `seed`.
 pub fn adapter(sites: &[SiteId], rank: usize, seed: u64) -> Adapter {
-    let pair = |site: &SiteId| HostPair {
-        site: site.clone(),
-        a: matrix(rank, WIDTH as usize, seed),
-        b: matrix(WIDTH as usize, rank, seed + 7),
-        scale: 1.0 + seed as f32,
-        vectors: None,
+    let pair = |site: &SiteId| {
+        HostPair::new(
+            site.clone(),
+            matrix(rank, WIDTH as usize, seed),
+            matrix(WIDTH as usize, rank, seed + 7),
+            1.0 + seed as f32,
+        )
     };
     Adapter::from_pairs(sites.iter().map(pair).collect())
 }

@@ -42,10 +42,8 @@ pub fn llama(layers: usize) -> Vec<SiteSpec> {
         ("mlp.down_proj", 14336, 4096),
     ];
     let site = |layer: usize| {
-        move |(path, in_features, out_features)| SiteSpec {
-            id: SiteId::from_path(&format!("model.layers.{layer}.{path}")),
-            in_features,
-            out_features,
+        move |(path, in_features, out_features)| {
+            SiteSpec::linear(SiteId::from_path(&format!("model.layers.{layer}.{path}")), in_features, out_features)
         }
     };
     (0..layers).flat_map(|layer| shapes.map(site(layer))).collect()

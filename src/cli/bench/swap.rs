@@ -240,12 +240,8 @@ fn adapter(sites: &[SiteSpec], rank: u32, dtype: DType, seed: u64) -> Adapter {
         let len = rows * cols * dtype.size() as usize;
         HostMatrix { dtype, rows, cols, bytes: block.iter().copied().cycle().take(len).collect() }
     };
-    let pair = |site: &SiteSpec| HostPair {
-        site: site.id.clone(),
-        a: matrix(rank, site.in_features),
-        b: matrix(site.out_features, rank),
-        scale: 1e-3,
-        vectors: None,
+    let pair = |site: &SiteSpec| {
+        HostPair::new(site.id.clone(), matrix(rank, site.in_features), matrix(site.out_features, rank), 1e-3)
     };
     Adapter::from_pairs(sites.iter().map(pair).collect())
 }

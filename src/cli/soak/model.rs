@@ -29,7 +29,7 @@ pub fn spec(max_loras: u32) -> PoolSpec {
     ];
     let site = |layer: usize, (module, in_features, out_features): (LoraModule, u32, u32)| {
         let path = format!("model.layers.{layer}.{module}").into();
-        SiteSpec { id: SiteId { layer, module, path }, in_features, out_features }
+        SiteSpec::linear(SiteId { layer, module, path }, in_features, out_features)
     };
     let sites = (0..2).flat_map(|layer| shapes.clone().map(|shape| site(layer, shape))).collect();
     PoolSpec { sites, max_rank: MAX_RANK, max_loras, dtype: DTYPE, vectors: true }
@@ -60,7 +60,7 @@ pub fn adapter(spec: &PoolSpec, name: u32, version: u32) -> Arc<Adapter> {
             gain: (0..outputs).map(|_| rng.random_range(0.5..1.5)).collect(),
             offset: (0..outputs).map(|_| rng.random_range(-1.0..1.0)).collect(),
         });
-        pairs.push(HostPair { site: site.id.clone(), a, b, scale: rng.random_range(0.1..2.0), vectors });
+        pairs.push(HostPair { vectors, ..HostPair::new(site.id.clone(), a, b, rng.random_range(0.1..2.0)) });
     }
     Arc::new(Adapter::from_pairs(pairs))
 }
