@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use loader_support::{base, fixtures, json_file};
-use lorapool::adapter::{Audit, BaseModel, Fate, PeftAdapterConfig, TensorFate, Verdict, audit, load};
+use loader_support::{Files, base, fixtures, json_file, notice_codes};
+use lorapool::adapter::{Audit, BaseModel, Fate, PeftAdapterConfig, Targets, TensorFate, Verdict, audit, load};
 use serde_json::Value;
 
 /// What an audit says, as far as the table tells.
@@ -90,6 +90,39 @@ fn every_trainers_config_is_read_or_refused_by_name() {
             Err(error) => assert_eq!(Some(error.code()), expected, "{name}: {error}"),
         }
     }
+}
+
+#[test]
+fn every_trainers_config_that_is_read_loads_with_tensors_for_its_targets() {
+    let mut loaded = 0;
+    for number in 1..=38 {
+        let path = fixtures().join("configs").join(format!("{number:02}.json"));
+        let Ok((config, _)) = PeftAdapterConfig::from_file(&path) else { continue };
+        if config.use_dora {
+            continue;
+        }
+        let layer = |name: &String| match name.starts_with("layers.") {
+            true => format!("model.{name}"),
+            false => format!("model.layers.0.self_attn.{name}"),
+        };
+        let modules: Vec<String> = match &config.target_modules {
+            Targets::Names(names) => names.iter().map(layer).collect(),
+            Targets::Pattern(_) => vec!["model.language_model.layers.0.self_attn.q_proj".into()],
+            Targets::None => vec!["model.layers.0.self_attn.q_proj".into()],
+        };
+        let files = Files { config: json_file(&path), tensors: Vec::new() };
+        let files = modules.iter().fold(files, |files, module| files.pair(module, config.r, 12, 10));
+        let adapter = files.load(None).unwrap_or_else(|error| panic!("{number}: {error}"));
+        assert_eq!((adapter.pairs.len(), adapter.tensors_applied()), (modules.len(), 2 * modules.len()), "{number}");
+        let scale = match config.use_rslora {
+            true => config.lora_alpha / (config.r as f64).sqrt(),
+            false => config.lora_alpha / config.r as f64,
+        };
+        assert!(adapter.pairs.iter().all(|pair| pair.scale == scale as f32), "{number}");
+        assert!(!notice_codes(&adapter).contains(&"N_TARGETS_OUTSIDE"), "{number}: {:?}", adapter.notices);
+        loaded += 1;
+    }
+    assert!(loaded >= 24, "{loaded}");
 }
 
 #[test]

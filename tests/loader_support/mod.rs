@@ -13,9 +13,10 @@ use lorapool::adapter::{Adapter, BaseModel, Code, HostPair, Reject};
 use lorapool::{Error, Result};
 use serde_json::{Map, Value, json};
 
-/// `tests/fixtures`.
+/// `tests/fixtures`, from the crate's own folder or from `tests/fuzz`.
 pub fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    [here.join("tests/fixtures"), here.join("../fixtures")].into_iter().find(|dir| dir.is_dir()).unwrap()
 }
 
 /// A JSON file.
