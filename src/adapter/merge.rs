@@ -81,6 +81,17 @@ fn merge(parts: Vec<Part<'_>>) -> Result<Adapter> {
             return Err(Reject::new(Code::Merge, message).into());
         }
     }
+    for part in &parts {
+        if let Some(pair) = part.adapter.pairs.iter().find(|pair| pair.vectors.is_some()) {
+            let message = format!(
+                "{}: {} has a bias of lora_B or DoRA's magnitudes; {} Expected lora_A and lora_B alone",
+                part.name,
+                pair.site.path,
+                Code::Merge.describe()
+            );
+            return Err(Reject::new(Code::Merge, message).into());
+        }
+    }
     let mut sites: BTreeMap<&str, Vec<(&Part<'_>, &HostPair)>> = BTreeMap::new();
     for part in &parts {
         for pair in &part.adapter.pairs {
