@@ -107,6 +107,31 @@ fn a_gguf_file_fits_fused_wrapped_and_tied_bases_as_any_adapter() {
 }
 
 #[test]
+fn an_embedding_is_turned_back_from_the_transposed_form() {
+    let base = base("llama");
+    let original = load(fixtures().join("19_embedding_lora_nobase"), Some(&base)).unwrap();
+    let files = fixture_files("19_embedding_lora_nobase");
+    let embedding = |(name, ..): &&(String, &str, Vec<usize>, Vec<u8>)| name.contains("lora_embedding");
+    let linears = Files { tensors: files.tensors.iter().filter(|t| !embedding(t)).cloned().collect(), ..files.clone() };
+    let mut gguf = Gguf::converted(&linears, "llama", Some([4, 2]));
+    for (name, _, shape, bytes) in files.tensors.iter().filter(embedding) {
+        let [rows, cols] = shape[..] else { panic!() };
+        gguf = match name.ends_with('A') {
+            // token_embd's A is [vocabulary][rank].
+            true => {
+                let element = |i: usize| &bytes[4 * ((i % rows) * cols + i / rows)..][..4];
+                let turned: Vec<u8> = (0..rows * cols).flat_map(element).copied().collect();
+                gguf.tensor("token_embd.weight.lora_a", &[rows as u64, cols as u64], 0, &turned)
+            }
+            false => gguf.tensor("token_embd.weight.lora_b", &[cols as u64, rows as u64], 0, bytes),
+        };
+    }
+    let adapter = read(&gguf, Some(&base)).unwrap();
+    assert_eq!(adapter.pairs, original.pairs);
+    assert_eq!(adapter.digest, original.digest);
+}
+
+#[test]
 fn a_directory_with_one_gguf_file_and_no_other_weights_is_that_adapter() {
     let base = base("llama");
     let dir = tempfile::tempdir().unwrap();

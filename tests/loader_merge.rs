@@ -167,6 +167,23 @@ fn what_can_not_be_added_up_is_refused_by_name() {
 }
 
 #[test]
+fn embeddings_add_up_as_linears_do() {
+    let one = fixture("19_embedding_lora_nobase");
+    let embedding = |adapter: &'_ Adapter| adapter.pairs.iter().find(|pair| pair.embedding).cloned().unwrap();
+    let merged = Adapter::merge(&[(&one, 0.5), (&one, -2.0)]).unwrap();
+    let (pair, from) = (embedding(&merged), embedding(&one));
+    assert_eq!((pair.rank(), pair.in_features(), pair.out_features()), (2 * from.rank(), 131, 48));
+    let token: Vec<f64> = (0..131).map(|id| f64::from(u8::from(id == 7))).collect();
+    let found = delta(&pair, pair.scale.into(), &token);
+    for (f, e) in found.iter().zip(delta(&from, -1.5 * f64::from(from.scale), &token)) {
+        assert!((f - e).abs() < 1e-6 * e.abs().max(1e-3), "{f} {e}");
+    }
+    // Replaced rows don't.
+    let tokens = load(fixtures().join("21_trainable_tokens"), Some(&base("llama"))).unwrap();
+    assert_refused(Adapter::merge(&[(&one, 1.0), (&tokens, 1.0)]), Code::Merge, &["adapter 2", "rows", "embed_tokens"]);
+}
+
+#[test]
 fn a_manager_loads_a_sum_into_one_slot() {
     let base = Arc::new(base("llama"));
     let gpu: Arc<dyn GpuBackend> = backend::open("cpu", 0).unwrap();

@@ -152,6 +152,11 @@ fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
         );
         return Err(Reject::new(Code::BaseConflict, message));
     }
+    if let Some((other, _)) = addends.iter().find(|(_, other)| other.embedding != pair.embedding) {
+        let (one, two) = (&first.name, &other.name);
+        let message = format!("{path}: an embedding to one of {one} and {two} and a linear to the other");
+        return Err(Reject::new(Code::BaseConflict, message));
+    }
     let rank: usize = addends.iter().map(|(_, pair)| pair.rank()).sum();
     if rank > MAX_RANK as usize {
         let ranks: Vec<_> = addends.iter().map(|(part, pair)| format!("{} of {}", pair.rank(), part.name)).collect();

@@ -9,7 +9,7 @@ use lorapool::adapter::{Adapter, BaseModel, Code, HostPair, load};
 use lorapool::backend::{self, GpuBackend};
 use lorapool::manager::{LoraAdapterInput, LoraWeights, SlotRef};
 use lorapool::ops::{Applier, Matrix, Op, Output};
-use lorapool::pool::PoolSpec;
+use lorapool::pool::{PoolSpec, SiteKind};
 use lorapool::{DType, Error};
 use rand::{Rng, RngExt};
 use serde_json::{Map, Value, json};
@@ -36,26 +36,48 @@ pub enum Outcome {
 /// A place to write adapters to, and what is needed to load and run them.
 pub struct Bed {
     dir: tempfile::TempDir,
-    base: BaseModel,
     gpu: Arc<dyn GpuBackend>,
-    plain: Files,
-    /// A config with patterns for the same tensors.
+    seeds: Vec<Seed>,
+    /// A config with patterns for the first seed's tensors.
     patterns: Value,
     gguf: Gguf,
 }
+
+/// An adapter that is damaged, and a base that it is loaded against.
+struct Seed {
+    files: Files,
+    base: BaseModel,
+}
+
+/// Adapters of every kind: plain ones, biases, magnitudes, embeddings, token rows, a head, fused linears (against a base
+/// that has them apart), experts. The first is taken as often as all the others together.
+const SEEDS: [(&str, &str); 10] = [
+    ("05_r1", "llama"),
+    ("13_fused_qkv_phi3", "llama"),
+    ("15_bert_seqcls", "bert"),
+    ("16_lora_bias", "llama"),
+    ("19_embedding_lora_nobase", "llama"),
+    ("21_trainable_tokens", "llama"),
+    ("22_trainable_tokens_tied", "llama_tied"),
+    ("23_dora", "llama"),
+    ("26d_embed_lora_tied", "llama_tied"),
+    ("41_moe_v4_per_expert_keys", "mixtral"),
+];
 
 impl Bed {
     pub fn new() -> Self {
         // In memory where the system has such a place: writing the files is most of the time on a disk.
         let memory = Path::new("/dev/shm");
         let dir = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
-        let plain = fixture_files("05_r1");
+        let seed = |(case, model): (&str, &str)| Seed { files: fixture_files(case), base: base(model) };
+        let seeds: Vec<_> = SEEDS.into_iter().map(seed).collect();
+        let plain = &seeds[0].files;
         let mut patterns = plain.config.clone();
         patterns["rank_pattern"] = json!({"k_proj|(?<!x)o_proj": 4, r"^model\.layers\.1\..*": 1});
         patterns["alpha_pattern"] = json!({"layers.0.self_attn.q_proj": 3, "v_proj": 0.5});
-        let gguf = Gguf::converted(&plain, "llama", Some([4, 2]));
+        let gguf = Gguf::converted(plain, "llama", Some([4, 2]));
         let gpu = backend::open("cpu", 0).unwrap();
-        Self { dir, base: base("llama"), gpu, plain, patterns, gguf }
+        Self { dir, gpu, seeds, patterns, gguf }
     }
 
     /// One adapter with damage that `dice` chooses.
@@ -63,12 +85,13 @@ impl Bed {
     /// # Panics
     /// Where what must hold does not.
     pub fn try_one(&mut self, dice: &mut impl Rng) -> Outcome {
-        let written = match dice.random_range(0..8) {
-            0 | 1 => self.write_gguf(dice),
-            2 => self.write_shards(dice),
-            _ => self.write_single(dice),
+        let at = if dice.random_bool(0.5) { 0 } else { dice.random_range(0..self.seeds.len()) };
+        let (seed, written) = match dice.random_range(0..8) {
+            0 | 1 => (&self.seeds[0], self.write_gguf(dice)),
+            2 => (&self.seeds[at], self.write_shards(at, dice)),
+            _ => (&self.seeds[at], self.write_single(at, dice)),
         };
-        let base = dice.random_bool(0.6).then_some(&self.base);
+        let base = dice.random_bool(0.6).then_some(&seed.base);
         // A GGUF file by its own name, or found in the directory.
         let by_name = written.files[0].0 == GGUF && dice.random_bool(0.5);
         let path = if by_name { self.dir.path().join(GGUF) } else { self.dir.path().to_owned() };
@@ -86,7 +109,7 @@ impl Bed {
         assert!(used <= 4 * size + SLACK, "{used} bytes for files of {size}");
         match loaded.unwrap() {
             Ok(adapter) => {
-                assert!(adapter.tensors_applied() > 0 && !adapter.pairs.is_empty());
+                assert!(adapter.tensors_applied() > 0);
                 self.run(&adapter);
                 Outcome::Accepted
             }
@@ -108,25 +131,51 @@ impl Bed {
         }
     }
 
-    /// A row of ones through every site, on the CPU.
+    /// A row of ones through every linear and a token through every embedding, on the CPU.
     fn run(&self, adapter: &Adapter) {
+        // Tables that no one has compared with the base's yet are none to be served.
+        if !adapter.raw_tokens.is_empty() {
+            return;
+        }
         let spec = PoolSpec::for_adapters([adapter], 1, DType::F32).unwrap();
-        let weights = LoraWeights::load(&self.gpu, spec, &[LoraAdapterInput { name: "it", adapter }]).unwrap();
+        if spec.sites.is_empty() {
+            return;
+        }
+        let loaded = LoraWeights::load(&self.gpu, spec, &[LoraAdapterInput { name: "it", adapter }]);
+        let weights = match loaded {
+            // A bias or gain beyond what two halves of a number can hold, and the like, is named as such.
+            Err(Error::Overflow { .. }) => return,
+            other => other.unwrap(),
+        };
         let (gpu, pool) = (&*self.gpu, weights.storage());
         let plan = weights.plan([(SlotRef::Slot(0), 1.0)]).unwrap();
         let applier = Applier::new(gpu, pool, DType::F32, plan.capacity()).unwrap();
         for (site, spec) in pool.sites().iter().enumerate() {
-            let ones = 1f32.to_le_bytes().repeat(spec.in_features as usize);
-            let x = Matrix::new(gpu.alloc(ones.len() as u64, "x").unwrap(), spec.in_features);
+            let Some(pair) = adapter.pairs.iter().find(|pair| pair.site == spec.id) else { continue };
             let y = Matrix::new(gpu.alloc(4 * u64::from(spec.out_features), "y").unwrap(), spec.out_features);
-            gpu.submit(&mut |encoder| {
-                encoder.write(x.region(), &ones)?;
-                applier.write_batch(encoder, &plan, plan.capacity())?;
-                applier.encode(encoder, pool, Op::Bgmv, plan.capacity(), &x, &[Output { site, y: &y }])
-            })
-            .unwrap();
-            let pair = adapter.pairs.iter().find(|pair| pair.site == spec.id);
-            let Some(largest) = pair.map(largest) else { continue };
+            let output = Output { site, y: &y };
+            match spec.kind {
+                SiteKind::Linear => {
+                    let ones = 1f32.to_le_bytes().repeat(spec.in_features as usize);
+                    let x = Matrix::new(gpu.alloc(ones.len() as u64, "x").unwrap(), spec.in_features);
+                    gpu.submit(&mut |encoder| {
+                        encoder.write(x.region(), &ones)?;
+                        applier.write_batch(encoder, &plan, plan.capacity())?;
+                        applier.encode(encoder, pool, Op::Bgmv, plan.capacity(), &x, &[output])
+                    })
+                    .unwrap()
+                }
+                SiteKind::Embedding => {
+                    let ids = gpu.alloc(4, "ids").unwrap();
+                    gpu.submit(&mut |encoder| {
+                        applier.write_batch(encoder, &plan, plan.capacity())?;
+                        applier.encode_embedding(encoder, pool, Op::Bgmv, plan.capacity(), &ids, output)
+                    })
+                    .unwrap()
+                }
+                _ => continue,
+            };
+            let largest = largest(pair);
             let out = DType::F32.decode(&gpu.read(y.region()).unwrap());
             // Weights that are finite and huge may well leave the range of f32 when they are multiplied.
             assert!(largest > 1e37 || out.iter().all(|y| y.is_finite()), "{}: {out:?}", spec.id.path);
@@ -134,9 +183,9 @@ impl Bed {
         }
     }
 
-    fn write_single(&self, dice: &mut impl Rng) -> Written {
-        let mut config = self.config(dice);
-        let mut weights = self.plain.bytes();
+    fn write_single(&self, at: usize, dice: &mut impl Rng) -> Written {
+        let mut config = self.config(at, dice);
+        let mut weights = self.seeds[at].files.bytes();
         for _ in 0..dice.random_range(1..=2) {
             match dice.random_range(0..8) {
                 0..=3 => weights = damage_header(&weights, dice),
@@ -148,10 +197,10 @@ impl Bed {
         self.write(vec![(WEIGHTS, weights), (CONFIG, config)])
     }
 
-    fn write_shards(&self, dice: &mut impl Rng) -> Written {
-        let mut config = self.config(dice);
-        let at = dice.random_range(0..=self.plain.tensors.len());
-        let (first, second) = self.plain.tensors.split_at(at);
+    fn write_shards(&self, seed: usize, dice: &mut impl Rng) -> Written {
+        let mut config = self.config(seed, dice);
+        let whole = &self.seeds[seed].files;
+        let (first, second) = whole.tensors.split_at(dice.random_range(0..=whole.tensors.len()));
         let mut map = Map::new();
         let mut shards = Vec::new();
         for (name, tensors) in SHARDS.into_iter().zip([first, second]) {
@@ -172,7 +221,7 @@ impl Bed {
         shards.push((INDEX, index));
         shards.push((CONFIG, config));
         if dice.random_ratio(1, 20) {
-            shards.push((WEIGHTS, self.plain.bytes()));
+            shards.push((WEIGHTS, whole.bytes()));
         }
         if dice.random_ratio(1, 20) {
             shards.remove(dice.random_range(0..2usize));
@@ -192,8 +241,9 @@ impl Bed {
         self.write(vec![(GGUF, bytes)])
     }
 
-    fn config(&self, dice: &mut impl Rng) -> Vec<u8> {
-        let config = if dice.random_ratio(1, 4) { &self.patterns } else { &self.plain.config };
+    fn config(&self, seed: usize, dice: &mut impl Rng) -> Vec<u8> {
+        let patterns = seed == 0 && dice.random_ratio(1, 4);
+        let config = if patterns { &self.patterns } else { &self.seeds[seed].files.config };
         serde_json::to_vec(config).unwrap()
     }
 
@@ -225,7 +275,9 @@ fn largest(pair: &HostPair) -> f64 {
     let outputs = b.chunks(pair.rank());
     let outputs = outputs.map(|row| row.iter().zip(&sums).map(|(b, sum)| f64::from(b.abs()) * sum).sum::<f64>());
     let before = outputs.chain(sums.iter().copied()).fold(0.0, f64::max);
-    before.max(before * f64::from(pair.scale.abs()))
+    let most = |values: &[f32]| values.iter().map(|v| f64::from(v.abs())).fold(0.0, f64::max);
+    let (gain, offset) = pair.vectors.as_ref().map_or((1.0, 0.0), |v| (most(&v.gain), most(&v.offset)));
+    before.max(before * f64::from(pair.scale.abs()) * gain.max(1.0) + offset)
 }
 
 /// Faults of which the directory is the place.
