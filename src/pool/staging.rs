@@ -3,6 +3,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use rayon::prelude::*;
+
 use super::{Pool, SlotImage};
 use crate::backend::{Encoder, GpuBackend, HostBuffer, Ticket};
 use crate::error::{Error, Result};
@@ -14,6 +16,9 @@ const ALIGN: u64 = 256;
 /// Bytes that are read back at a time.
 const READBACK: usize = 16 << 20;
 
+/// Bytes that one thread compares at a time.
+const COMPARED: usize = 1 << 18;
+
 /// Device memory for one slot image, in chunks where the device caps allocations.
 #[derive(Debug)]
 pub struct Staging {
@@ -22,7 +27,7 @@ pub struct Staging {
     /// The last work that touches the chunks.
     used: Mutex<Ticket>,
     /// What bytes are read back to, one verification at a time.
-    readback: Mutex<Option<HostBuffer>>,
+    readback: Mutex<Option<[HostBuffer; 2]>>,
 }
 
 impl Staging {
@@ -57,29 +62,43 @@ impl Staging {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner) = ticket;
     }
 
-    /// Reads back what is here and compares it with `image`.
+    /// Reads back what is here and compares it with `image`: one piece is compared while the next one travels.
     ///
     /// # Errors
     /// [`Error::Corrupt`] with the first byte that differs, or the backend's.
     pub fn verify(&self, backend: &dyn GpuBackend, image: &SlotImage) -> Result<()> {
         let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = match &mut *readback {
-            Some(buffer) => buffer,
-            none => none.insert(backend.alloc_host(READBACK.min(self.chunk))?),
+        let [now, before] = match &mut *readback {
+            Some(buffers) => buffers,
+            none => {
+                let len = READBACK.min(self.chunk);
+                none.insert([backend.alloc_host(len)?, backend.alloc_host(len)?])
+            }
         };
-        for (i, (region, bytes)) in self.chunks.iter().zip(image.bytes().chunks(self.chunk)).enumerate() {
-            for (j, expected) in bytes.chunks(found.len()).enumerate() {
-                let first = j * found.len();
-                let found = &mut found[..expected.len()];
-                backend.download(&region.slice(first as u64, expected.len() as u64)?, found)?;
-                if found != expected {
-                    let at = found.iter().zip(expected).position(|(a, b)| a != b).unwrap_or_default();
-                    let offset = (i * self.chunk + first + at) as u64;
-                    return Err(Error::Corrupt { offset, found: found[at], expected: expected[at] });
-                }
+        let (mut now, mut before) = (&mut now[..], &mut before[..]);
+        let mut last: Option<(usize, &[u8])> = None;
+        for (start, region, expected) in self.pieces(image, now.len())? {
+            let (sent, same) = rayon::join(
+                || backend.download(&region, &mut now[..expected.len()]),
+                || last.map_or(Ok(()), |(start, expected)| compare(start, before, expected)),
+            );
+            same.and(sent)?;
+            std::mem::swap(&mut now, &mut before);
+            last = Some((start, expected));
+        }
+        last.map_or(Ok(()), |(start, expected)| compare(start, before, expected))
+    }
+
+    /// The image in pieces of at most `len` bytes: first byte, where it is here, what it should be.
+    fn pieces<'a>(&self, image: &'a SlotImage, len: usize) -> Result<Vec<(usize, Region, &'a [u8])>> {
+        let mut pieces = Vec::new();
+        for (i, (chunk, bytes)) in self.chunks.iter().zip(image.bytes().chunks(self.chunk)).enumerate() {
+            for (j, piece) in bytes.chunks(len).enumerate() {
+                let region = chunk.slice((j * len) as u64, piece.len() as u64)?;
+                pieces.push((i * self.chunk + j * len, region, piece));
             }
         }
-        Ok(())
+        Ok(pieces)
     }
 
     /// Records the copy of what is here into `slot`.
@@ -98,5 +117,54 @@ impl Staging {
             }
         }
         Ok(())
+    }
+}
+
+/// Compares what was read back, from byte `start` of an image on, with what was sent.
+fn compare(start: usize, found: &[u8], expected: &[u8]) -> Result<()> {
+    let differs = |(i, (found, expected)): (usize, (&[u8], &[u8]))| {
+        let at = found.iter().zip(expected).position(|(a, b)| a != b)?;
+        Some(Error::Corrupt { offset: (start + i * COMPARED + at) as u64, found: found[at], expected: expected[at] })
+    };
+    let parts = found[..expected.len()].par_chunks(COMPARED).zip(expected.par_chunks(COMPARED)).enumerate();
+    parts.filter(|(_, (found, expected))| found != expected).find_map_first(differs).map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapter::{Adapter, HostMatrix, HostPair, SiteId};
+    use crate::backend::open;
+    use crate::dtype::DType;
+    use crate::pool::PoolSpec;
+
+    #[test]
+    fn one_wrong_byte_anywhere_is_found_and_named() {
+        let gpu = open("cpu", 0).unwrap();
+        let zeros =
+            |rows: usize, cols: usize| HostMatrix { dtype: DType::F32, rows, cols, bytes: vec![0; rows * cols * 4] };
+        let pair = |name: &str| {
+            let site = SiteId::from_path(&format!("model.layers.0.self_attn.{name}"));
+            HostPair { site, a: zeros(256, 4096), b: zeros(4096, 256), scale: 1.0, vectors: None, embedding: false }
+        };
+        let adapter = Adapter::from_pairs(["q_proj", "k_proj", "v_proj"].map(pair).into());
+        let spec = PoolSpec::for_adapters([&adapter], 1, DType::F32).unwrap();
+        let pool = Pool::new(&*gpu, spec).unwrap();
+        let staging = Staging::new(&*gpu, &pool).unwrap();
+        let image = SlotImage::empty(&pool);
+        let len = image.bytes().len();
+        assert!(len > READBACK, "more than one piece");
+        staging.fill(&*gpu, &image).unwrap();
+        staging.verify(&*gpu, &image).unwrap();
+        for at in [0, READBACK - 4, READBACK, len - 4] {
+            let word = staging.chunks[0].slice(at as u64, 4).unwrap();
+            gpu.submit(&mut |encoder| encoder.write(&word, &[0, 0, 7, 0])).unwrap();
+            let Err(Error::Corrupt { offset, found, expected }) = staging.verify(&*gpu, &image) else {
+                panic!("byte {at} is wrong");
+            };
+            assert_eq!((offset, found, expected), (at as u64 + 2, 7, 0));
+            gpu.submit(&mut |encoder| encoder.write(&word, &[0; 4])).unwrap();
+        }
+        staging.verify(&*gpu, &image).unwrap();
     }
 }

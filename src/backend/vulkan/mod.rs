@@ -4,6 +4,10 @@
 //! A device must have the features `bufferDeviceAddress` and `timelineSemaphore`; nothing else is needed.
 //! With `LORAPOOL_VULKAN_VALIDATION=1` the Khronos validation layer is on and its messages are counted
 //! ([`validation_messages`]).
+//!
+//! In NVIDIA's driver 580 a thread that has used Vulkan and ends while another thread destroys a device can lock up
+//! both: each holds, inside the driver, what the other waits for. A process that opens one device and keeps it, as a
+//! server does, never meets this; one that opens several should drop them after its other threads have ended.
 
 mod device;
 mod encoder;
