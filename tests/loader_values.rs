@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use loader_support::{base, delta, fixtures, json_file, read_tensors};
 use lorapool::DType;
-use lorapool::adapter::{Adapter, RowVectors, load};
+use lorapool::adapter::{Adapter, Fate, RowVectors, load};
 use serde_json::Value;
 
 /// Fixtures that load, with their bases.
@@ -36,7 +36,15 @@ fn every_accepted_fixture_gives_pefts_outputs() {
             // Kernels take the scale in f32; PEFT has it in f64.
             let (_, scale) = adapter.config.scales().unwrap().of(&pair.site.path).unwrap();
             assert_eq!(pair.scale, scale as f32);
-            let found = delta(pair, scale, &get("x").values);
+            // An embedding's input is a one where the token is.
+            let inputs = match pair.embedding {
+                false => get("x").values.clone(),
+                true => {
+                    let ids = get("ids").values.iter().map(|id| *id as usize);
+                    ids.flat_map(|id| (0..pair.in_features()).map(move |i| f64::from(u8::from(i == id)))).collect()
+                }
+            };
+            let found = delta(pair, scale, &inputs);
             let outputs = (0..pair.out_features()).cycle();
             for (((d, base), y), n) in found.iter().zip(&get("y_base").values).zip(&get("y").values).zip(outputs) {
                 // Gains and offsets are f32.
@@ -51,9 +59,15 @@ fn every_accepted_fixture_gives_pefts_outputs() {
                 compared += 1;
             }
         }
-        // PEFT changed no other linear.
+        // PEFT changed no other module. Rows of tokens that it replaced are the conformance suite's to compare.
+        let replaced = |path: &str| {
+            let sites = adapter.tokens.iter().map(|tokens| &tokens.site);
+            sites.chain(adapter.raw_tokens.iter().map(|raw| &raw.site)).any(|site| *site.path == *path)
+        };
         for (name, y) in &expected {
             if let Some(path) = name.strip_suffix("|y")
+                && !path.ends_with(".token_adapter")
+                && !replaced(path)
                 && !adapter.pairs.iter().any(|pair| &*pair.site.path == path)
                 && !adapter.unapplied.iter().any(|tensor| tensor.name.starts_with(path))
             {
@@ -72,7 +86,7 @@ fn ranks_scales_and_widths_are_pefts() {
         let Some(modules) = meta["modules"].as_object() else { continue };
         let linears: BTreeMap<&str, &Value> = modules
             .iter()
-            .filter(|(_, m)| matches!(m["kind"].as_str(), Some("Linear" | "Conv1D")))
+            .filter(|(_, m)| matches!(m["kind"].as_str(), Some("Linear" | "Conv1D" | "Embedding")))
             .map(|(path, m)| (path.as_str(), m))
             .collect();
         let found: Vec<&str> = adapter.pairs.iter().map(|pair| &*pair.site.path).collect();
@@ -83,7 +97,9 @@ fn ranks_scales_and_widths_are_pefts() {
             let meta = linears[&*pair.site.path];
             assert_eq!(pair.rank() as u64, meta["r"].as_u64().unwrap(), "{case} {}", pair.site.path);
             assert_eq!(pair.scale, meta["scaling"].as_f64().unwrap() as f32, "{case} {}", pair.site.path);
-            assert_eq!(pair.in_features() as u64, meta["in"].as_u64().unwrap(), "{case} {}", pair.site.path);
+            assert_eq!(pair.embedding, meta["kind"] == "Embedding");
+            let inputs = if pair.embedding { 131 } else { meta["in"].as_u64().unwrap() };
+            assert_eq!(pair.in_features() as u64, inputs, "{case} {}", pair.site.path);
             assert_eq!(pair.out_features() as u64, meta["out"][0].as_u64().unwrap(), "{case} {}", pair.site.path);
             compared += 1;
         }
@@ -100,8 +116,12 @@ fn weights_are_the_files_to_the_bit() {
         for fate in &adapter.tensors {
             let tensor = &tensors[&fate.name];
             assert_eq!(fate.shape, tensor.shape);
-            let Some(pair) = adapter.pairs.iter().find(|pair| pair.site.path == fate.site) else { continue };
-            let matrix = if fate.name.contains("lora_A") { &pair.a } else { &pair.b };
+            let pair = adapter.pairs.iter().find(|pair| pair.site.path == fate.site);
+            let Some(pair) = pair.filter(|_| fate.name.contains(".lora_") && fate.fate == Fate::Applied) else {
+                continue;
+            };
+            let of_a = [".lora_A", ".lora_embedding_A"].iter().any(|part| fate.name.contains(part));
+            let matrix = if of_a { &pair.a } else { &pair.b };
             let exact: Vec<f32> = tensor.values.iter().map(|v| *v as f32).collect();
             assert_eq!(matrix.values(), exact, "{case} {}", fate.name);
         }
