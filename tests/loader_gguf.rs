@@ -22,6 +22,22 @@ fn raw(bytes: &[u8], base: Option<&BaseModel>) -> Result<Adapter> {
     load(dir.path().join("sql.gguf"), base)
 }
 
+/// Models of the mixture kind keep their attention as others do.
+#[test]
+fn attention_of_mixture_models_is_read_and_their_experts_are_refused() {
+    let base = base("qwen3moe");
+    let q = base.linear("model.layers.1.self_attn.q_proj").unwrap();
+    let (inputs, outputs) = (q.in_features as u64, q.out_features as u64);
+    let gguf = Gguf::lora("qwen3moe", 4.0).pair("blk.1.attn_q", 2, inputs, outputs);
+    let adapter = read(&gguf, Some(&base)).unwrap();
+    let pair = pair_at(&adapter, "model.layers.1.self_attn.q_proj");
+    assert_eq!((pair.scale, &pair.b.bytes), (2.0, &gguf.tensors[1].3));
+    let experts = gguf.clone().pair("blk.0.ffn_up_exps", 2, inputs, 8);
+    assert_refused(read(&experts, Some(&base)), Code::ExpertLora, &["ffn_up_exps"]);
+    let router = gguf.pair("blk.0.ffn_gate_inp", 2, inputs, 8);
+    assert_refused(read(&router, Some(&base)), Code::ExpertLora, &["ffn_gate_inp"]);
+}
+
 /// Fixtures whose scale is alpha / rank throughout, with the architecture of their base, and heads of q and k where
 /// llama.cpp's converter reorders rows.
 const CASES: [(&str, &str, &str, Option<[usize; 2]>); 7] = [

@@ -20,7 +20,8 @@ pub enum AdapterPath {
 }
 
 /// How adapters are named, for the help of commands that take them.
-pub const PATHS: &str = "An adapter is PATH, or PATH@WEIGHT+PATH@WEIGHT+...: one adapter whose delta is the sum of \
+pub const PATHS: &str = "PATH is a directory as PEFT saved it, or a LoRA of llama.cpp's (a GGUF file), which needs --base. An \
+    adapter is PATH, or PATH@WEIGHT+PATH@WEIGHT+...: one adapter whose delta is the sum of \
     theirs, each times its weight (PEFT's add_weighted_adapter with \"cat\"; ranks add up). A path that itself ends in \
     @NUMBER is written with a slash behind it.";
 

@@ -30,8 +30,8 @@ use super::failure::{Failure, Status};
     lorapool audit adapters/sql --base models/llama --json | jq .verdict\n  \
     lorapool audit adapters/sql@0.7+adapters/chat@0.3 --base models/llama"))]
 pub struct Audit {
-    /// Directory with adapter_config.json and adapter_model.safetensors, or its shards and their index; or a sum of
-    /// several, as below
+    /// Directory with adapter_config.json and adapter_model.safetensors, or its shards and their index; a GGUF file;
+    /// or a sum of several, as below
     #[arg(value_name = "ADAPTER", required = true)]
     adapters: Vec<AdapterPath>,
 

@@ -30,12 +30,16 @@ const fn permuted(name: &'static str, model_types: &'static [&'static str]) -> K
 
 const KNOWN: &[Known] = &[
     permuted("llama", &["llama", "mistral", "mixtral"]),
+    permuted("mistral3", &["mistral", "ministral3"]),
     permuted("granite", &["granite"]),
     permuted("smollm3", &["smollm3"]),
     permuted("arcee", &["arcee"]),
     permuted("olmo", &["olmo"]),
     plain("qwen2", &["qwen2"]),
     plain("qwen3", &["qwen3"]),
+    plain("qwen2moe", &["qwen2_moe"]),
+    plain("qwen3moe", &["qwen3_moe"]),
+    plain("exaone4", &["exaone4"]),
     plain("gemma", &["gemma"]),
     plain("gemma2", &["gemma2"]),
     plain("gemma3", &["gemma3", "gemma3_text"]),
