@@ -16,7 +16,7 @@ use lorapool::pool::{Capacity, Plan, PoolSpec, SiteSpec};
 const ROWS: u32 = 5;
 
 /// Adapters of the llama fixtures: every rank, scale, type and coverage that the loader accepts for that base.
-const FIXTURES: [&str; 12] = [
+const FIXTURES: [&str; 14] = [
     "01_plain_f32",
     "02_plain_f16",
     "03_plain_bf16",
@@ -28,6 +28,8 @@ const FIXTURES: [&str; 12] = [
     "09_layers_to_transform",
     "11_all_linear",
     "12_exclude_modules",
+    "16_lora_bias",
+    "23_dora",
     "26c_pattern_overlap",
 ];
 

@@ -135,11 +135,11 @@ fn what_can_not_be_added_up_is_refused_by_name() {
     // A task's head, which the host applies.
     let head = load(fixtures().join("15_bert_seqcls"), None).unwrap();
     assert_refused(Adapter::merge(&[(&plain, 1.0), (&head, 1.0)]), Code::Merge, &["adapter 2", "classifier"]);
-    // A bias of lora_B, which PEFT's rule does not speak of.
-    let mut biased = plain.clone();
-    biased.pairs[0].vectors = Some(RowVectors { gain: vec![1.0; 48], offset: vec![0.5; 48] });
-    let path = biased.pairs[0].site.path.clone();
-    assert_refused(Adapter::merge(&[(&plain, 1.0), (&biased, 1.0)]), Code::Merge, &["adapter 2", &path, "bias"]);
+    // DoRA, whose gains are no part of a sum.
+    let mut shaped = plain.clone();
+    shaped.pairs[0].vectors = Some(RowVectors { gain: vec![0.5; 48], offset: vec![0.0; 48] });
+    let path = shaped.pairs[0].site.path.clone();
+    assert_refused(Adapter::merge(&[(&plain, 1.0), (&shaped, 1.0)]), Code::Merge, &["adapter 2", &path, "DoRA"]);
     // Other widths at one site.
     let pairs = |rank: usize, outputs: usize| Files::lora(rank).pair(Q, rank, 48, outputs).load(None).unwrap();
     let (one, two) = (pairs(2, 48), pairs(2, 40));

@@ -1,5 +1,5 @@
 //! The base model as the loader needs it: which linears it has, under which paths, how wide. Shapes come from
-//! headers; no weight is read but where an adapter holds a copy of one.
+//! headers; no weight is read but where an adapter holds a copy of one, or is relative to it (DoRA).
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use safetensors::Dtype;
 
+use super::base_weights::BaseWeights;
 use super::family::{self, Attention};
 use super::file;
 use super::header::{Header, TensorInfo};
@@ -85,6 +86,10 @@ pub struct BaseModel {
     tied: Option<(String, String)>,
     /// What config.json says of its attention.
     attention: Option<Attention>,
+    /// Whether its `Conv1D` linears are stored `[in][out]`.
+    conv1d: bool,
+    /// Weights of the host's.
+    pub(super) values: Option<Arc<dyn BaseWeights>>,
 }
 
 impl BaseModel {
@@ -206,6 +211,11 @@ impl BaseModel {
         })
     }
 
+    /// Whether the linear at a path is stored `[in][out]`.
+    pub(super) fn is_transposed(&self, path: &str) -> bool {
+        self.conv1d && is_conv1d(path)
+    }
+
     fn read(dir: &Path) -> Loaded<Self> {
         let source = dir.display().to_string();
         let meta = std::fs::metadata(dir).map_err(|e| file::unreadable(dir, &e))?;
@@ -276,7 +286,8 @@ impl BaseModel {
             })
             .collect();
         embeddings.sort_by(|a, b| natural(&a.site.path, &b.site.path));
-        let base = Self { others, weights, tied, attention, embeddings, ..Self::of_linears(source, shapes) };
+        let conv1d = stored_in_out(config.as_ref(), &weights);
+        let base = Self { others, weights, tied, attention, embeddings, conv1d, ..Self::of_linears(source, shapes) };
         if base.linears.is_empty() {
             let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
             return Err(Reject::new(Code::BaseFile, message));

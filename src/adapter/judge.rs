@@ -34,6 +34,8 @@ pub(super) enum Use {
     Table,
     /// Rows of trained tokens.
     TokenRows,
+    Bias,
+    Magnitude,
     ForHost,
     BaseCopy,
 }
@@ -83,6 +85,11 @@ impl Reading<'_> {
         let refuse = |code: Code, what: &str| {
             Err(Reject::new(code, format!("{} {what}: {} Not supported", self.at(tensor), code.describe())))
         };
+        let unasked = |code: Code, what: &str, field: &str| {
+            let message =
+                format!("{} {what}, but {CONFIG} does not say {field}, so that PEFT drops it", self.at(tensor));
+            Err(Reject::new(code, message))
+        };
         match key.part {
             Part::A | Part::B | Part::Alpha if key.module.is_empty() => refuse(Code::UnknownTensor, "names no module"),
             Part::A | Part::B | Part::Alpha => match self.parameter(key.module) {
@@ -91,14 +98,16 @@ impl Reading<'_> {
                 None if key.part == Part::B => Ok(Use::B),
                 None => Ok(Use::Alpha),
             },
-            Part::BiasOfB => refuse(Code::LoraBias, "is a bias of lora_B"),
+            Part::BiasOfB if self.config.lora_bias => Ok(Use::Bias),
+            Part::BiasOfB => unasked(Code::LoraBias, "is a bias of lora_B", "lora_bias"),
             Part::EmbeddingA | Part::EmbeddingB | Part::TokenRows if key.module.is_empty() => {
                 refuse(Code::UnknownTensor, "names no module")
             }
             Part::EmbeddingA => Ok(Use::A),
             Part::EmbeddingB => Ok(Use::B),
             Part::TokenRows => Ok(Use::TokenRows),
-            Part::Magnitude => refuse(Code::Dora, "holds magnitudes"),
+            Part::Magnitude if self.config.use_dora => Ok(Use::Magnitude),
+            Part::Magnitude => unasked(Code::Dora, "holds DoRA magnitudes", "use_dora"),
             Part::Tokens => refuse(Code::TrainableTokens, "belongs to token rows but is not them"),
             Part::BaseBias => refuse(Code::BaseBias, "is a bias of the base"),
             Part::BaseWeight => self.judge_copy(tensor, key, Code::BaseLayer),
@@ -106,6 +115,7 @@ impl Reading<'_> {
             Part::Foreign(method) => {
                 let code = match method {
                     "AdaLoRA" => Code::PeftAdalora,
+                    "LyCORIS' DoRA" => Code::Dora,
                     "KaSA" => Code::Kasa,
                     "IA3" => Code::PeftIa3,
                     "LoHa" => Code::PeftLoha,
@@ -199,19 +209,15 @@ impl Reading<'_> {
         Err(Reject::new(code, message))
     }
 
-    /// Config fields that promise tensors of a kind that is refused.
+    /// Config fields that contradict each other, or what was saved.
     pub(super) fn check_parts(&mut self) -> Loaded<()> {
         let config = self.config;
-        let refuse = |code: Code, field: &str| {
-            let message =
-                format!("{CONFIG} beside {}: {field} is set: {} Not supported", self.source.name, code.describe());
-            Err(Reject::new(code, message))
-        };
-        if config.use_dora {
-            return refuse(Code::Dora, "use_dora");
-        }
-        if config.lora_bias {
-            return refuse(Code::LoraBias, "lora_bias");
+        if config.use_dora && config.lora_bias {
+            let message = format!(
+                "{CONFIG} beside {}: use_dora and lora_bias are both set, which PEFT does not allow",
+                self.source.name
+            );
+            return Err(Reject::new(Code::LoraBias, message));
         }
         if config.bias != "none" {
             self.note("N_BIAS_ABSENT", format!("the config says bias {:?}, but no bias was saved", config.bias));

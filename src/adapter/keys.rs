@@ -114,7 +114,14 @@ fn marked<'a>(segment: &str, tail: &'a str) -> Option<(Part, Option<&'a str>)> {
                 _ => unknown,
             }
         }
-        "lora_magnitude_vector" | "lora_magnitude" | "magnitude" | "dora_scale" => Some((Part::Magnitude, None)),
+        "lora_magnitude_vector" | "lora_magnitude" | "magnitude" => {
+            match tail.strip_suffix("weight").map_or(tail, |name| name.trim_end_matches('.')) {
+                "" => Some((Part::Magnitude, None)),
+                name if !name.contains('.') => Some((Part::Magnitude, Some(name))),
+                _ => unknown,
+            }
+        }
+        "dora_scale" => Some((Part::Foreign("LyCORIS' DoRA"), None)),
         "trainable_tokens_delta" if tail.is_empty() => Some((Part::TokenRows, None)),
         "trainable_tokens_delta" if !tail.contains('.') => Some((Part::TokenRows, Some(tail))),
         "token_adapter" | "trainable_tokens_delta" | "trainable_tokens_index" => Some((Part::Tokens, None)),
@@ -158,7 +165,11 @@ mod tests {
             ("lora_B.ranking.bias", Part::BiasOfB, Some("ranking")),
             ("alpha", Part::Alpha, None),
             ("lora_magnitude_vector", Part::Magnitude, None),
-            ("lora_magnitude_vector.default.weight", Part::Magnitude, None),
+            ("lora_magnitude_vector.weight", Part::Magnitude, None),
+            ("lora_magnitude_vector.default.weight", Part::Magnitude, Some("default")),
+            ("lora_magnitude_vector.default", Part::Magnitude, Some("default")),
+            ("magnitude", Part::Magnitude, None),
+            ("dora_scale", Part::Foreign("LyCORIS' DoRA"), None),
             ("lora_embedding_A", Part::EmbeddingA, None),
             ("lora_embedding_B.default", Part::EmbeddingB, Some("default")),
             ("token_adapter.trainable_tokens_delta", Part::TokenRows, None),

@@ -16,7 +16,7 @@ use super::load::load;
 use super::reject::{Code, Loaded, Reject};
 use super::site::SiteId;
 use super::stack::{Block, stack};
-use super::weights::{Adapter, HostPair, Notice};
+use super::weights::{Adapter, HostPair, Notice, RowVectors};
 use crate::contract::MAX_RANK;
 use crate::error::{Error, Result};
 
@@ -76,17 +76,6 @@ fn merge(parts: Vec<Part<'_>>) -> Result<Adapter> {
                 "{}: has {}, which the host applies whole; {} Expected lora_A and lora_B alone",
                 part.name,
                 tensor.name,
-                Code::Merge.describe()
-            );
-            return Err(Reject::new(Code::Merge, message).into());
-        }
-    }
-    for part in &parts {
-        if let Some(pair) = part.adapter.pairs.iter().find(|pair| pair.vectors.is_some()) {
-            let message = format!(
-                "{}: {} has a bias of lora_B or DoRA's magnitudes; {} Expected lora_A and lora_B alone",
-                part.name,
-                pair.site.path,
                 Code::Merge.describe()
             );
             return Err(Reject::new(Code::Merge, message).into());
@@ -174,7 +163,35 @@ fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
     let blocks: Vec<_> =
         addends.iter().map(|(part, pair)| Block { pair, first_row: 0, scale: scale(part, pair) }).collect();
     let (a, b, scale) = stack(&blocks, pair.out_features());
-    Ok(HostPair { embedding: pair.embedding, ..HostPair::new(site, a, b, scale) })
+    let vectors = offsets(path, addends)?;
+    Ok(HostPair { embedding: pair.embedding, vectors, ..HostPair::new(site, a, b, scale) })
+}
+
+/// Biases of lora_B are a part of the delta and add up with it.
+fn offsets(path: &str, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<Option<RowVectors>> {
+    let mut sum: Option<Vec<f64>> = None;
+    for (part, pair) in addends {
+        let Some(RowVectors { gain, offset }) = &pair.vectors else { continue };
+        if gain.iter().any(|gain| *gain != 1.0) {
+            let message = format!(
+                "{path}: {} rescales rows of the base (DoRA), which can't be added up; merge adapters without use_dora",
+                part.name
+            );
+            return Err(Reject::new(Code::Merge, message));
+        }
+        let sum = sum.get_or_insert_with(|| vec![0.0; offset.len()]);
+        sum.iter_mut().zip(offset).for_each(|(sum, o)| *sum += f64::from(part.weight) * f64::from(*o));
+    }
+    let Some(sum) = sum else { return Ok(None) };
+    let offset: Vec<f32> = sum.iter().map(|offset| *offset as f32).collect();
+    match offset.iter().position(|offset| !offset.is_finite()) {
+        None => Ok(Some(RowVectors { gain: vec![1.0; offset.len()], offset })),
+        Some(row) => {
+            let message =
+                format!("{path}: the sum of the biases of row {row} is {:e}, beyond the range of f32", sum[row]);
+            Err(Reject::new(Code::Merge, message))
+        }
+    }
 }
 
 /// What an adapter with these pairs would say of itself: one rank and one alpha, and patterns for sites that differ.
@@ -194,6 +211,8 @@ fn config(parts: &[Part<'_>], pairs: &[HostPair]) -> PeftAdapterConfig {
         exclude_modules: Targets::None,
         layers_to_transform: None,
         layers_pattern: Vec::new(),
+        lora_bias: pairs.iter().any(|pair| pair.vectors.is_some()),
+        use_dora: false,
         ..first.clone()
     };
     config.name_exceptions(pairs.iter().map(|pair| (&*pair.site.path, pair.rank(), alpha(pair, pair.rank()))));

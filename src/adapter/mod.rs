@@ -3,8 +3,10 @@
 mod alpha;
 mod audit;
 mod base;
+mod base_weights;
 mod config;
 mod confine;
+mod dora;
 mod embed;
 mod family;
 mod file;
@@ -28,10 +30,12 @@ mod stack;
 mod suspect;
 mod targets;
 mod tokens;
+mod vectors;
 mod weights;
 
 pub use audit::{Audit, AuditSite, AuditTokens, TensorCounts, Vectors, Verdict, audit, audit_merged};
 pub use base::{BaseModel, Embedding, Linear};
+pub use base_weights::BaseWeights;
 pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
 pub use confine::confine;
 pub use gguf::GgufAdapter;

@@ -18,6 +18,7 @@ use super::reject::{Code, Loaded, Reject};
 use super::resolve::{Home, Wanted, resolve};
 use super::site::SiteId;
 use super::source::Source;
+use super::vectors::Vectors;
 use super::weights::{Adapter, Fate, HostMatrix, HostPair, HostTensor, Notice, TensorFate};
 use crate::contract::MAX_RANK;
 use crate::dtype::DType;
@@ -41,6 +42,7 @@ impl Reading<'_> {
         };
         self.check_parts()?;
         let mut alphas = Alphas::read(&self, &keys, &uses)?;
+        let vectors = Vectors::read(&self, &keys, &uses)?;
         // Pairs by module.
         // By module, and whether it is an embedding.
         let mut sides: BTreeMap<(&str, bool), [Option<&TensorInfo>; 2]> = BTreeMap::new();
@@ -85,6 +87,7 @@ impl Reading<'_> {
         alphas.check_owners(&self, |module| {
             sides.contains_key(&(module, false)) || sides.contains_key(&(module, true))
         })?;
+        vectors.check_owners(&self, &sides)?;
         // Shapes before places: a damaged tensor is named as such whatever the base.
         // Where the file itself rates every module, patterns only tell others what it said.
         let unrated = PeftAdapterConfig::default();
@@ -99,7 +102,9 @@ impl Reading<'_> {
             };
             self.check_pair(module, a, b, rank)?;
             let scale = alphas.scale(&self, module, &scales, rank, scale)?;
-            rated.push((module, embedding, a, b, self.narrow_scale(module, scale)?));
+            vectors.check_shapes(&self, module, b.shape[0])?;
+            self.narrow_scale(module, scale)?;
+            rated.push((module, embedding, a, b, scale));
         }
         alphas.note(&mut self);
         let home = |embedding: bool| if embedding { Home::Embedding } else { Home::Linear };
@@ -114,10 +119,12 @@ impl Reading<'_> {
         let sites = self.sites(rated.iter().map(|(module, ..)| paths[module].as_str()));
         self.check_targets(rated.iter().map(|(module, ..)| *module));
         let mut host = Vec::with_capacity(rated.len());
-        for ((_, embedding, a, b, scale), site) in rated.into_iter().zip(sites) {
+        for ((module, embedding, a, b, scale), site) in rated.into_iter().zip(sites) {
             self.check_base(&site, embedding, a, b)?;
             let (a, b) = (self.matrix(a)?, self.matrix(b)?);
-            host.push(HostPair { embedding, ..HostPair::new(site, a, b, scale) });
+            let mut pair = HostPair { embedding, ..HostPair::new(site, a, b, scale as f32) };
+            pair.vectors = vectors.of(&self, module, &pair, scale)?;
+            host.push(pair);
         }
         let host = self.refit(host)?;
         let raw_tokens = self.raw_tokens(&tables, &paths, &host)?;
@@ -126,7 +133,9 @@ impl Reading<'_> {
         let mut copies = Vec::new();
         for ((tensor, key), used) in tensors.iter().zip(&keys).zip(&uses) {
             let fate = match used {
-                Use::A | Use::B | Use::Alpha | Use::Table | Use::TokenRows => Fate::Applied,
+                Use::A | Use::B | Use::Alpha | Use::Bias | Use::Magnitude | Use::Table | Use::TokenRows => {
+                    Fate::Applied
+                }
                 Use::BaseCopy => {
                     copies.push(&*tensor.name);
                     Fate::BaseCopy

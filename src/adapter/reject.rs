@@ -90,9 +90,9 @@ codes! {
     Arrow "E_ARROW" "Arrow: a router over several adapters."
     Monteclora "E_MONTECLORA" "MonteCLoRA: weights are sampled."
     Megatron "E_MEGATRON" "megatron_config: the linears are Megatron's parallel ones."
-    // Parts of LoRA that are not applied yet
-    Dora "E_DORA" "DoRA: columns are rescaled by learnt magnitudes."
-    LoraBias "E_LORA_BIAS" "lora_bias: lora_B has a bias."
+    // Parts of LoRA
+    Dora "E_DORA" "DoRA without the base's weights at hand, with magnitudes missing or unasked for, or with a row of norm 0."
+    LoraBias "E_LORA_BIAS" "lora_bias without a bias of lora_B, a bias without lora_bias, or with DoRA."
     BaseBias "E_BASE_BIAS" "The adapter replaces a bias of the base."
     EmbeddingLora "E_EMBEDDING_LORA" "lora_A and lora_B of a linear for what is an embedding in the base, or the reverse."
     TrainableTokens "E_TRAINABLE_TOKENS" "Rows of trained tokens and the ids in the config don't agree, or LoRA is on the same table."

@@ -72,7 +72,7 @@ impl HostMatrix {
 const CHUNK: usize = 1024;
 
 /// Decodes `bytes`, a whole number of elements, into as many floats.
-fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+pub(super) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     match dtype {
         DType::F32 => out.iter_mut().zip(bytes.as_chunks::<4>().0).for_each(|(o, b)| *o = f32::from_le_bytes(*b)),
         DType::F16 => {
@@ -171,7 +171,7 @@ pub struct HostTensor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fate {
-    /// It is part of a pair, the alpha that scales one, or holds rows that replace the base's.
+    /// It is part of a pair, its alpha, bias or magnitudes, or holds rows that replace the base's.
     Applied,
     /// It is the host's to apply: see [`Adapter::unapplied`].
     ForHost,

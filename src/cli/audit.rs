@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use lorapool::DType;
-use lorapool::adapter::{Audit as Findings, AuditSite, AuditTokens, BaseModel, Fate, Notice, Verdict};
+use lorapool::adapter::{Audit as Findings, AuditSite, AuditTokens, BaseModel, Fate, Notice, Vectors, Verdict};
 use lorapool::contract::MAX_TOKEN_ROWS;
 use lorapool::pool::{PoolSpec, SiteSpec};
 use serde::Serialize;
@@ -35,7 +35,7 @@ pub struct Audit {
     #[arg(value_name = "ADAPTER", required = true)]
     adapters: Vec<AdapterPath>,
 
-    /// Directory with the base's config.json and/or safetensors (only headers are read)
+    /// Directory with the base's config.json and/or safetensors (headers are read, for DoRA weights)
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
 
@@ -245,9 +245,12 @@ fn token_line(tokens: &AuditTokens) -> String {
 }
 
 fn sites(sites: &[AuditSite]) -> String {
-    let mut rows = table(&["site", "rank", "scale", "in", "out", "bytes", "norm of delta"], &[1, 2, 3, 4, 5, 6]);
+    let with = sites.iter().any(|site| site.vectors.is_some());
+    let mut header = vec!["site", "rank", "scale", "in", "out", "bytes", "norm of delta"];
+    header.extend(with.then_some("with"));
+    let mut rows = table(&header, &[1, 2, 3, 4, 5, 6]);
     for line in sites {
-        rows.add_row([
+        let mut cells = vec![
             line.site.path.to_string(),
             line.rank.to_string(),
             scalar(line.scale),
@@ -255,7 +258,13 @@ fn sites(sites: &[AuditSite]) -> String {
             line.out_features.to_string(),
             bytes(line.bytes),
             format!("{:.4}", line.norm),
-        ]);
+        ];
+        cells.extend(with.then(|| match line.vectors {
+            Some(Vectors::Dora) => "DoRA".to_owned(),
+            Some(Vectors::LoraBias) => "bias".to_owned(),
+            None => String::new(),
+        }));
+        rows.add_row(cells);
     }
     render(&rows)
 }

@@ -20,6 +20,8 @@ const ACCEPTED: &[&str] = &[
     "13b_headdim_not_hidden_over_heads",
     "14_gpt2_conv1d",
     "15_bert_seqcls",
+    "16_lora_bias",
+    "23_dora",
     "26c_pattern_overlap",
     "43_named_subfolder",
     "d_config_alpha_float",
@@ -95,9 +97,32 @@ fn the_text_ends_with_the_verdict() {
     let ran = lorapool(["audit", &fixture("01_plain_f32")]);
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     assert!(ran.stdout.lines().last().unwrap().starts_with("accept 14 sites, 28 of 28 tensors"), "{}", ran.stdout);
-    let ran = lorapool(["audit", &fixture("23_dora"), "--base", &fixture("_base/llama")]);
+    let ran = lorapool(["audit", &fixture("23_dora")]);
     assert_eq!((ran.code, ran.stderr.as_str()), (2, ""));
-    assert!(ran.stdout.lines().last().unwrap().starts_with("reject E_DORA: "), "{}", ran.stdout);
+    let last = ran.stdout.lines().last().unwrap();
+    assert!(last.starts_with("reject E_DORA: ") && last.contains("--base"), "{}", ran.stdout);
+}
+
+#[test]
+fn sites_say_where_a_bias_or_dora_is() {
+    for (case, kind, said, outputs) in
+        [("16_lora_bias", "lora_bias", "bias", 4 * 36), ("23_dora", "dora", "DoRA", 2 * (48 + 24 + 48))]
+    {
+        let args = [&fixture(case)[..], "--base", &fixture("_base/llama")].map(str::to_owned);
+        let document = lorapool(["audit".to_owned(), "--json".to_owned()].into_iter().chain(args.clone())).json();
+        let sites = document["sites"].as_array().unwrap();
+        assert!(!sites.is_empty() && sites.iter().all(|site| site["vectors"] == kind), "{document}");
+        let number = |site: &serde_json::Value, field: &str| site[field].as_u64().unwrap();
+        let matrices: u64 = sites.iter().map(|s| 4 * number(s, "rank") * (number(s, "in") + number(s, "out"))).sum();
+        assert_eq!(document["slot_bytes"], matrices + 8 * outputs, "{case}");
+        let ran = lorapool(["audit".to_owned()].into_iter().chain(args));
+        assert!(ran.stdout.lines().filter(|line| line.contains(said)).count() >= sites.len(), "{}", ran.stdout);
+        // The pool that is estimated has room for them.
+        let least = 8 * (2 * (48 + 24) + 2 * 48);
+        assert!(document["pool"]["bytes"].as_u64().unwrap() > least, "{document}");
+    }
+    let plain = lorapool(["audit", &fixture("01_plain_f32"), "--json"]).json();
+    assert!(plain["sites"].as_array().unwrap().iter().all(|site| site["vectors"].is_null()));
 }
 
 #[test]

@@ -49,8 +49,8 @@ pub struct Apply {
     #[arg(long = "adapter", value_name = "NAME=PATH", required = true)]
     adapters: Vec<NamedPath>,
 
-    /// Directory with the base's config.json and/or safetensors (only headers are read). Without: the sites that
-    /// the adapters cover, with the shapes that they have
+    /// Directory with the base's config.json and/or safetensors (headers are read, for DoRA weights). Without: the
+    /// sites that the adapters cover, with the shapes that they have
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
 

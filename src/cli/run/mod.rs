@@ -47,8 +47,8 @@ pub struct Run {
     #[arg(long = "adapter", value_name = "NAME=PATH")]
     adapters: Vec<NamedPath>,
 
-    /// Directory with the base's config.json and/or safetensors (only headers are read). Without: the sites that
-    /// the adapters cover, with the shapes that they have
+    /// Directory with the base's config.json and/or safetensors (headers are read, for DoRA weights). Without: the
+    /// sites that the adapters cover, with the shapes that they have
     #[arg(long, value_name = "DIR", requires = "adapters")]
     base: Option<PathBuf>,
 
