@@ -99,8 +99,8 @@ fn norms_of(weight: &Weight<'_>, first: usize, [a, b]: [&[f64]; 2], rank: usize,
                     *w += b0 * a0 + b1 * a1 + (b2 * a2 + b3 * a3);
                 }
             }
-            for r in whole..rank {
-                row.iter_mut().zip(part(r)).for_each(|(w, a)| *w += b[r] * a);
+            for (r, b) in b.iter().enumerate().skip(whole) {
+                row.iter_mut().zip(part(r)).for_each(|(w, a)| *w += b * a);
             }
         }
     }
