@@ -125,6 +125,17 @@ pub enum Error {
         refs: usize,
     },
 
+    /// The slot's adapter replaces token rows, and it is not known yet which: without them its answers would be wrong.
+    #[error(
+        "slot {slot} ({name:?}) replaces token rows that wait for the served tables (LoraWeights::set_served_tables)"
+    )]
+    OverlayPending {
+        /// The slot.
+        slot: usize,
+        /// Its adapter.
+        name: String,
+    },
+
     /// Every slot that may be evicted is in use.
     #[error("no free slot: {slots} slots, {pinned} pinned, the rest in use")]
     PoolFull {
@@ -222,6 +233,7 @@ impl Error {
             Error::NoActive { .. } => "E_NO_ACTIVE",
             Error::UnknownSlot { .. } => "E_UNKNOWN_SLOT",
             Error::SlotBusy { .. } => "E_SLOT_BUSY",
+            Error::OverlayPending { .. } => "E_OVERLAY_PENDING",
             Error::PoolFull { .. } => "E_POOL_FULL",
             Error::Corrupt { .. } => "E_CORRUPT",
             Error::TimedOut { .. } => "E_TIMED_OUT",

@@ -147,7 +147,7 @@ impl Reading<'_> {
             if let Some(tensor) = parts.any()
                 && let Some(pair) = pairs.iter().find(|pair| *pair.site.path == **path)
             {
-                return Err(both(&self.at(tensor), &pair.site.path));
+                return Err(lora_and_rows(&self.at(tensor), &pair.site.path));
             }
             let trainable = parts.rows.map_or(Ok(Vec::new()), |tensor| self.trained(path, tensor))?;
             raw.push(RawTokens {
@@ -205,7 +205,7 @@ impl Reading<'_> {
 }
 
 /// The refusal of LoRA and replaced rows in one place.
-pub(super) fn both(at: &str, path: &str) -> Box<Reject> {
+pub(crate) fn lora_and_rows(at: &str, path: &str) -> Box<Reject> {
     let message = format!(
         "{at}: {path} has replaced rows and LoRA too; which of them counts for a replaced row is not said, expected one"
     );

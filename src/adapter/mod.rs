@@ -38,6 +38,7 @@ pub use base::{BaseModel, Embedding, Linear};
 pub use base_weights::BaseWeights;
 pub use config::{PeftAdapterConfig, Scales, Targets, TokenIndices};
 pub use confine::confine;
+pub(crate) use embed::lora_and_rows;
 pub use gguf::GgufAdapter;
 pub use header::{Header as TensorFile, TensorInfo};
 pub use load::{load, pickled};

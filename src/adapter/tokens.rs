@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::SiteId;
-use super::embed::both;
+use super::embed::lora_and_rows;
 use super::reject::{Code, Reject};
 use super::site::natural;
 use super::weights::{Adapter, HostMatrix};
@@ -61,7 +61,7 @@ pub trait ServedTable {
 }
 
 /// The tables of a model as they are served.
-pub trait ServedTables {
+pub trait ServedTables: std::fmt::Debug {
     /// The table of an embedding or a head, by its module path; of a head that is tied, the embedding's.
     fn table(&self, path: &str) -> Option<Box<dyn ServedTable + '_>>;
     /// The head that shares the weight of the embedding at this path, if there is one.
@@ -202,7 +202,7 @@ impl Adapter {
                     return Err(Reject::new(Code::TensorDuplicate, message).into());
                 }
                 if self.pairs.iter().any(|pair| pair.site.path == tokens.site.path) {
-                    return Err(both("the adapter", &tokens.site.path).into());
+                    return Err(lora_and_rows("the adapter", &tokens.site.path).into());
                 }
                 self.tokens.push(tokens);
             }

@@ -273,6 +273,9 @@ impl Adapter {
             (pair.a.bytes, pair.b.bytes) = (Vec::new(), Vec::new());
             pair.vectors = pair.vectors.take().map(|_| RowVectors::default());
         }
+        for tokens in &mut self.tokens {
+            tokens.rows.bytes = Vec::new();
+        }
     }
 
     /// Largest rank of its pairs; 0 without any.

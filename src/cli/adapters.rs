@@ -166,7 +166,9 @@ pub fn pool_spec<'a>(
     let ranks = all.iter().flat_map(|named| &named.adapter.pairs).map(|pair| pair.rank());
     let max_rank = ranks.max().unwrap_or(1) as u32;
     let vectors = all.iter().flat_map(|named| &named.adapter.pairs).any(|pair| pair.vectors.is_some());
-    Ok(PoolSpec { vectors, ..PoolSpec::for_base(base, max_rank, max_loras, dtype) })
+    let rows = all.iter().flat_map(|named| &named.adapter.tokens).map(|tokens| tokens.ids.len());
+    let rows = rows.max().unwrap_or(1).max(1) as u32;
+    Ok(PoolSpec { vectors, ..PoolSpec::for_base(base, max_rank, max_loras, dtype).with_token_rows(rows) })
 }
 
 #[cfg(test)]

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 
 use super::layers::{layer_count, layers_of};
-use super::{AdapterSlot, LoraWeights};
+use super::{AdapterSlot, LoraWeights, OverlayRawSlot};
 use crate::adapter::{self, Adapter, BaseModel, PeftAdapterConfig};
-use crate::backend::GpuBackend;
+use crate::backend::{GpuBackend, HostBuffer};
 use crate::error::{Error, Result};
 use crate::pool::{Pool, PoolSpec, SlotImage};
 
@@ -22,7 +22,8 @@ pub struct LoraAdapterInput<'a> {
 
 impl LoraWeights {
     /// Allocates the pool and packs `adapters` into slots 0, 1, ...; the first one is active, all are
-    /// pinned. Nothing is visible to kernels before all are packed.
+    /// pinned. Nothing is visible to kernels before all are packed. Token rows that have to be compared with the served
+    /// tables first wait in [`LoraWeights::overlay_raw`].
     ///
     /// # Errors
     /// [`Error::Limit`] for more adapters than slots or a rank above the pool's, [`Error::Shape`] for a
@@ -59,6 +60,7 @@ impl LoraWeights {
             last_used: (0..slots).map(|_| AtomicU64::new(0)).collect(),
             lru_tick: AtomicU64::new(0),
             overlay_raw: (0..slots).map(|_| None).collect(),
+            served: None,
             storage,
             gpu: gpu.clone(),
         };
@@ -80,8 +82,23 @@ impl LoraWeights {
         self.storage.check_slot(slot as i64)?;
         self.check_idle(slot)?;
         self.check_name(slot, input.name)?;
-        let image = SlotImage::new(&self.storage, input.adapter)?;
-        let layers = layers_of(&self.storage, slot as u32, input.adapter)?;
+        let compared;
+        let adapter = match input.adapter.raw_tokens.is_empty() {
+            true => input.adapter,
+            false => {
+                compared = self.compared(input.adapter.clone())?;
+                &compared
+            }
+        };
+        let raw = adapter.raw_tokens.clone();
+        if let Some(raw) = raw.iter().find(|raw| self.storage.token_site_at(&raw.site.path).is_none()) {
+            let expected = "a pool with room for token rows there";
+            let what = format!("token rows of {}", raw.site.path);
+            return Err(Error::shape(what, "no such site in the pool", expected));
+        }
+        let memory = HostBuffer::plain(SlotImage::len_in(&self.storage));
+        let image = SlotImage::of_known(&self.storage, adapter, memory)?;
+        let layers = layers_of(&self.storage, slot as u32, adapter)?;
         let span = tracing::info_span!("swap", slot, adapter = input.name, bytes = image.bytes().len());
         let _entered = span.enter();
         self.write(slot as u32, &image)?;
@@ -92,6 +109,7 @@ impl LoraWeights {
             generation: self.slots[slot].generation + 1,
             digest: input.adapter.digest,
         };
+        self.overlay_raw[slot] = (!raw.is_empty()).then_some(OverlayRawSlot { tables: raw });
         self.touch_slot(slot);
         if slot == self.active {
             self.mirror();
@@ -128,6 +146,7 @@ impl LoraWeights {
             self.active = Self::NO_SLOT;
         }
         let generation = self.slots[slot].generation;
+        self.overlay_raw[slot] = None;
         self.slots[slot] = AdapterSlot { generation, ..AdapterSlot::vacant(self.slots[slot].layers.len()) };
         self.mirror();
     }

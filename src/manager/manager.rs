@@ -19,7 +19,7 @@ use super::cache::{HostCache, Ready, Stamp};
 use super::lane::Lane;
 use super::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, read, wait, wait_until, write};
 use super::{AdapterSlot, Lease, LoraWeights, Step};
-use crate::adapter::{self, Adapter, BaseModel};
+use crate::adapter::{self, Adapter, BaseModel, ServedTables};
 use crate::backend::GpuBackend;
 use crate::error::{Error, Holder, Result};
 use crate::pool::{Claim, Pool, SlotImage, Slots, Staging};
@@ -280,6 +280,18 @@ impl AdapterManager {
         Ok(())
     }
 
+    /// Says what embedding and head are served, between two steps: see [`LoraWeights::set_served_tables`]. Needed for
+    /// adapters that replace token rows, unless the base's own files tell which ([`Options::base`]).
+    ///
+    /// # Errors
+    /// As there; [`Error::TimedOut`] when a step does not end.
+    pub fn set_served_tables(&self, tables: Arc<dyn ServedTables + Send + Sync>) -> Result<()> {
+        self.begin_change(Instant::now() + self.options.wait)?;
+        let set = write(&self.weights).set_served_tables(tables);
+        self.end_change(lock(&self.state));
+        set
+    }
+
     /// Begins a step. Slots and tables stay as they are until it is dropped; publications wait for that,
     /// and the next step waits for them. Hold it from the plan to the submission of the step's last work.
     pub fn step(&self) -> Step<'_> {
@@ -474,7 +486,8 @@ impl AdapterManager {
     }
 
     /// The slot image of an adapter whose elements are of no use beside it.
-    fn pack(&self, mut adapter: Adapter) -> Result<(Arc<Adapter>, SlotImage)> {
+    fn pack(&self, adapter: Adapter) -> Result<(Arc<Adapter>, SlotImage)> {
+        let mut adapter = read(&self.weights).compared(adapter)?;
         let image = self.cache.pack(&*self.gpu, &self.pool, &adapter)?;
         adapter.forget_elements();
         Ok((Arc::new(adapter), image))
@@ -489,7 +502,10 @@ impl AdapterManager {
             return Ok(ready);
         }
         let (adapter, image) = match source {
-            Source::Memory(adapter) => (adapter.clone(), self.cache.pack(&*self.gpu, &self.pool, adapter)?),
+            Source::Memory(adapter) if adapter.raw_tokens.is_empty() => {
+                (adapter.clone(), self.cache.pack(&*self.gpu, &self.pool, adapter)?)
+            }
+            Source::Memory(adapter) => self.pack(adapter.as_ref().clone())?,
             Source::Dir(dir) => self.pack(adapter::load(dir, self.options.base.as_deref())?)?,
             Source::Merged(parts) => self.pack(adapter::load_merged(parts, self.options.base.as_deref())?)?,
         };
@@ -576,6 +592,7 @@ impl AdapterManager {
                 generation,
                 digest: adapter.digest,
             };
+            weights.overlay_raw[slot as usize] = None;
             weights.mirror();
             let pinned = state.pinned.iter().any(|pinned| **pinned == *name) || weights.active == slot as usize;
             drop(weights);

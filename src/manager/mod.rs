@@ -10,6 +10,7 @@ mod lease;
 mod load;
 #[allow(clippy::module_inception)]
 mod manager;
+mod overlay;
 mod refs;
 mod select;
 mod slot;
@@ -22,8 +23,9 @@ pub use layers::{DenseWeight, LoraLayerWeights, LoraPair, LoraTokenRows};
 pub use lease::Lease;
 pub use load::LoraAdapterInput;
 pub use manager::{AdapterManager, Options, Source};
+pub use overlay::{DeviceTables, OverlayRawSlot};
 pub use select::{VictimError, select_victim_slot};
-pub use slot::{AdapterSlot, OverlayRawSlot, SlotRef, SlotView};
+pub use slot::{AdapterSlot, SlotRef, SlotView};
 pub use status::{Resident, Status};
 pub use step::Step;
 pub use weights::LoraWeights;

@@ -70,8 +70,3 @@ pub struct SlotView {
     /// Tick of its last use; larger is later.
     pub last_used: u64,
 }
-
-/// A token overlay that waits for the served embedding table. The loader refuses adapters that have
-/// one, so no slot has any.
-#[derive(Clone, Debug)]
-pub enum OverlayRawSlot {}

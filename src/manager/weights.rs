@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize};
 
 use super::layers::cells_of;
 use super::{AdapterSlot, LoraLayerWeights, OverlayRawSlot, SlotRef};
-use crate::adapter::{LoraModule, PeftAdapterConfig};
+use crate::adapter::{LoraModule, PeftAdapterConfig, ServedTables};
 use crate::backend::GpuBackend;
 use crate::contract::RowRef;
 use crate::error::{Error, Result};
@@ -55,8 +55,10 @@ pub struct LoraWeights {
     pub last_used: Vec<AtomicU64>,
     /// The last tick given out.
     pub lru_tick: AtomicU64,
-    /// Token overlays that wait for the served tables, one entry a slot.
+    /// Token overlays that wait for the served tables ([`LoraWeights::set_served_tables`]), one entry a slot. A slot that
+    /// has one serves no row before.
     pub overlay_raw: Vec<Option<OverlayRawSlot>>,
+    pub(super) served: Option<Arc<dyn ServedTables + Send + Sync>>,
     pub(super) storage: Arc<Pool>,
     pub(super) gpu: Arc<dyn GpuBackend>,
 }
@@ -126,7 +128,7 @@ impl LoraWeights {
     ///
     /// # Errors
     /// [`Error::UnknownSlot`] for a slot that doesn't exist or holds nothing, [`Error::NoActive`]: a request for an
-    /// adapter is never answered by the base.
+    /// adapter is never answered by the base. [`Error::OverlayPending`] as long as its token rows wait for the served tables.
     pub fn device_slot(&self, slot: SlotRef) -> Result<i32> {
         let slot = match slot {
             SlotRef::Base => return Ok(-1),
@@ -137,9 +139,12 @@ impl LoraWeights {
             SlotRef::Slot(slot) => slot as usize,
         };
         let filled = self.slots.get(slot).is_some_and(|s| !s.is_vacant());
-        match filled {
-            true => Ok(slot as i32),
-            false => Err(Error::UnknownSlot { slot: slot as i64, slots: self.max_loras }),
+        if !filled {
+            return Err(Error::UnknownSlot { slot: slot as i64, slots: self.max_loras });
+        }
+        match self.overlay_raw[slot] {
+            None => Ok(slot as i32),
+            Some(_) => Err(Error::OverlayPending { slot, name: self.slots[slot].name.clone() }),
         }
     }
 

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 pub use layout::{Layout, Limits, Part, Place, SiteKind, SiteShape, Window};
 use pack::Packed;
 pub use pack::SlotImage;
+pub(crate) use pack::write_tokens;
 pub use rows::{Capacity, Plan};
 pub use slots::{Claim, Phase, Slot, Slots};
 pub use spec::{PoolSpec, SiteSpec, TOKEN_ROWS};

@@ -26,6 +26,9 @@ fn narrow(values: Vec<f64>) -> Vec<f32> {
     values.into_iter().map(|value| value as f32).collect()
 }
 
+/// Of the bases whose fixtures have tables of tokens.
+const VOCABULARY: usize = 131;
+
 /// Checks every `SITE|y` in `output` against PEFT's y in `expected`, within the bound of f32 arithmetic.
 ///
 /// `slots`: the index in `adapters` of each row's adapter.
@@ -34,14 +37,22 @@ fn check(case: &str, adapters: &[Adapter], slots: Option<&[i64]>, expected: &[u8
     let mut check = Check::default();
     for name in output.names() {
         let site = name.strip_suffix("|y").unwrap();
-        let (x, base) = (format!("{site}|x"), format!("{site}|y_base"));
+        let base = format!("{site}|y_base");
         let tensor = output.tensor(name).unwrap();
         assert_eq!(tensor.dtype(), Dtype::F32);
         assert_eq!(tensor.shape(), expected.tensor(name).unwrap().shape(), "{case}: {name}");
         let width = *tensor.shape().last().unwrap();
-        let (x, base) = (narrow(values(&expected, &x)), narrow(values(&expected, &base)));
+        let base = narrow(values(&expected, &base));
+        let ids = expected.tensor(&format!("{site}|ids")).is_ok().then(|| values(&expected, &format!("{site}|ids")));
         let (peft, got) = (values(&expected, name), narrow(values(&output, name)));
         let rows = got.len() / width;
+        // A token is a row with a 1 in its column.
+        let x = match &ids {
+            None => narrow(values(&expected, &format!("{site}|x"))),
+            Some(ids) => {
+                ids.iter().flat_map(|id| (0..VOCABULARY).map(move |column| f32::from(column as f64 == *id))).collect()
+            }
+        };
         let depth = x.len() / rows;
         for row in 0..rows {
             let at = row * width..(row + 1) * width;
@@ -49,7 +60,8 @@ fn check(case: &str, adapters: &[Adapter], slots: Option<&[i64]>, expected: &[u8
             let adapter = usize::try_from(slot).ok().map(|slot| &adapters[slot]);
             let pair = adapter.and_then(|adapter| adapter.pairs.iter().find(|pair| &*pair.site.path == site));
             let want = peft[at.clone()].to_vec();
-            let bound = match pair {
+            let tokens = adapter.and_then(|adapter| adapter.tokens.iter().find(|t| &*t.site.path == site));
+            let mut bound: Vec<f64> = match pair {
                 Some(pair) => {
                     let values =
                         |matrix: &lorapool::adapter::HostMatrix| DType::F32.decode(&matrix.to(DType::F32).unwrap());
@@ -63,6 +75,14 @@ fn check(case: &str, adapters: &[Adapter], slots: Option<&[i64]>, expected: &[u8
                 // y_base was f64 and is f32 now.
                 None => want.iter().map(|value| DType::F32.ulp(*value) / 2.0).collect(),
             };
+            if let (Some(tokens), None) = (tokens, &ids) {
+                // A replaced logit is a sum of as many products as x has elements.
+                let weights = DType::F32.decode(&tokens.rows.to(DType::F32).unwrap());
+                for (id, weights) in tokens.ids.iter().zip(weights.chunks(depth)) {
+                    let terms = weights.iter().zip(&x[row * depth..]).map(|(w, x)| f64::from((w * x).abs()));
+                    bound[*id as usize] += (depth + 1) as f64 * f64::from(f32::EPSILON) * terms.sum::<f64>();
+                }
+            }
             check.row(&format!("{case} {site}"), row, DType::F32, &Expected { want, bound }, &got[at]);
         }
     }
@@ -85,8 +105,12 @@ fn accepted() -> Vec<(String, String, Adapter)> {
 fn only(adapter: &Adapter, path: &Path) -> Vec<u8> {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let covered = |name: &str| adapter.pairs.iter().any(|pair| name.strip_suffix("|x") == Some(&pair.site.path));
-    let unwanted = |name: &str| name.ends_with("|x") && !covered(name);
+    let pairs = adapter.pairs.iter().map(|pair| &*pair.site.path);
+    let sites: Vec<&str> = pairs.chain(adapter.tokens.iter().map(|tokens| &*tokens.site.path)).collect();
+    let unwanted = |name: &str| match name.rsplit_once('|') {
+        Some((site, "x" | "ids")) => !sites.contains(&site),
+        _ => false,
+    };
     let tensors = file.tensors();
     safetensors::serialize(tensors.into_iter().filter(|(name, _)| !unwanted(name)), None).unwrap()
 }
@@ -109,7 +133,7 @@ fn every_accepted_fixture_gets_pefts_own_outputs_on_every_required_backend() {
                 assert_eq!(ran.code, 0, "{case} on {backend}: {ran:?}");
                 let adapters = std::slice::from_ref(adapter);
                 let (check, sites) = check(case, adapters, None, &expected, &std::fs::read(&output).unwrap());
-                assert_eq!(sites, adapter.pairs.len(), "{case}");
+                assert_eq!(sites, adapter.pairs.len() + adapter.tokens.len(), "{case}");
                 assert!(check.passed(), "{case} {op} on {backend}: {:?}", check.first);
                 assert_eq!(ran.json()["adapters"][0]["applied"], sites, "{case}");
                 std::fs::remove_file(&output).unwrap();

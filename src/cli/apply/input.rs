@@ -1,4 +1,4 @@
-//! The input file: `SITE|x`, `SITE|y_base` and `slots`, checked as a whole, read a few rows at a time.
+//! The input file: `SITE|x` or `SITE|ids`, `SITE|y_base` and `slots`, checked as a whole, read a few rows at a time.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use lorapool::adapter::{TensorFile, TensorInfo};
-use lorapool::pool::SiteSpec;
+use lorapool::pool::{SiteKind, SiteSpec};
 use lorapool::{DType, Error};
 
 use super::super::failure::Failure;
@@ -31,15 +31,23 @@ pub struct Input {
 pub struct Job {
     /// The base's module path.
     pub path: String,
-    /// Its index among the sites that were asked about.
-    pub site: usize,
+    /// Its index among the sites that were asked about: the one for LoRA, and the one for token rows.
+    pub sites: [Option<usize>; 2],
     /// Dimensions before the last one.
     pub lead: Vec<usize>,
     /// Their product.
     pub rows: usize,
-    /// `x[rows][in_features]`
+    /// Whether `x` holds tokens' numbers, `ids[rows]`.
+    pub ids: bool,
+    /// `x[rows][depth]`
     pub x: TensorInfo,
-    /// `y_base[rows][out_features]`
+    /// Elements of a row of x; 1 of ids.
+    pub depth: u32,
+    /// Elements of a row of y.
+    pub width: u32,
+    /// Rows of the table that ids pick from.
+    pub vocabulary: u32,
+    /// `y_base[rows][width]`
     pub y_base: TensorInfo,
 }
 
@@ -51,15 +59,19 @@ impl Input {
         Ok(Self { path: path.to_owned(), file: RefCell::new(file), header })
     }
 
-    /// The sites that the file has an x for, in the order of `sites`, shapes checked; and the names of the
+    /// The sites that the file has an x or ids for, in the order of `sites`, shapes checked; and the names of the
     /// tensors that are passed over.
     pub fn jobs(&self, sites: &[SiteSpec]) -> Result<(Vec<Job>, Vec<String>), Failure> {
         let mut jobs = Vec::new();
         let mut passed_over = Vec::new();
         for tensor in &self.header.tensors {
             match tensor.name.rsplit_once('|') {
-                Some((path, "x")) => jobs.push(self.job(path, tensor, sites)?),
-                Some((path, "y_base")) if self.find(&format!("{path}|x")).is_some() => {}
+                Some((path, "x")) => jobs.push(self.job(path, tensor, false, sites)?),
+                Some((path, "ids")) if self.find(&format!("{path}|y_base")).is_some() => {
+                    jobs.push(self.job(path, tensor, true, sites)?);
+                }
+                Some((path, "y_base"))
+                    if ["x", "ids"].iter().any(|part| self.find(&format!("{path}|{part}")).is_some()) => {}
                 None if &*tensor.name == SLOTS => {}
                 _ => passed_over.push(tensor.name.to_string()),
             }
@@ -67,30 +79,54 @@ impl Input {
         if jobs.is_empty() {
             return Err(self.fault("there is no tensor SITE|x, such as model.layers.0.self_attn.q_proj|x"));
         }
-        jobs.sort_by_key(|job| job.site);
+        jobs.sort_by_key(|job| job.sites.into_iter().flatten().min());
+        if let Some([one, _]) = jobs.array_windows().find(|[one, two]| one.path == two.path) {
+            return Err(self.fault(format!("both {0}|x and {0}|ids are there, expected one", one.path)));
+        }
         Ok((jobs, passed_over))
     }
 
-    fn job(&self, path: &str, x: &TensorInfo, sites: &[SiteSpec]) -> Result<Job, Failure> {
-        let Some(site) = sites.iter().position(|site| &*site.id.path == path) else {
+    fn job(&self, path: &str, x: &TensorInfo, ids: bool, sites: &[SiteSpec]) -> Result<Job, Failure> {
+        let at = |rows: bool| sites.iter().position(|s| &*s.id.path == path && s.is_token_rows() == rows);
+        let found = [at(false), at(true)];
+        let Some(site) = found[0].or(found[1]) else {
             return Err(self.fault(format!("tensor {:?}: there is no site {path:?}{}", x.name, nearest(path, sites))));
+        };
+        let embedding = |spec: &SiteSpec| spec.kind == SiteKind::Embedding;
+        let spec = &sites[site];
+        if !spec.is_token_rows() && embedding(spec) != ids {
+            let (is, other) = if ids { ("a linear", "x") } else { ("an embedding", "ids") };
+            return Err(self.fault(format!("tensor {:?}: {path} is {is}, expected {path}|{other}", x.name)));
+        }
+        // Of replaced rows alone: their width and number are those of the table.
+        let (depth, width, vocabulary) = match (spec.is_token_rows(), ids) {
+            (true, true) => (1, spec.in_features, spec.out_features),
+            (true, false) => (spec.in_features, spec.out_features, spec.out_features),
+            (false, true) => (1, spec.out_features, spec.in_features),
+            (false, false) => (spec.in_features, spec.out_features, spec.out_features),
         };
         let name = format!("{path}|y_base");
         let Some(y_base) = self.find(&name) else {
             return Err(self.fault(format!("tensor {:?} has no {name:?} beside it", x.name)));
         };
-        let spec = &sites[site];
-        let lead = self.lead(x, spec.in_features)?;
-        if self.lead(y_base, spec.out_features)? != lead {
+        let lead = match ids {
+            true if values::integer(x.dtype).is_none() => {
+                return Err(Error::shape(self.about(x), format!("type {:?}", x.dtype), "integers").into());
+            }
+            true => &x.shape,
+            false => self.lead(x, depth)?,
+        };
+        if self.lead(y_base, width)? != lead {
             let found = format!("shape {:?}", y_base.shape);
-            let expected = format!("{lead:?} and {} for x of {:?}", spec.out_features, x.shape);
+            let expected = format!("{lead:?} and {width} for {:?} of {:?}", x.name, x.shape);
             return Err(Error::shape(self.about(y_base), found, expected).into());
         }
         let rows = lead.iter().product();
         if u32::try_from(rows).is_err() {
             return Err(self.fault(format!("tensor {:?} has {rows} rows, the limit is {}", x.name, u32::MAX)));
         }
-        Ok(Job { path: path.to_owned(), site, lead: lead.to_vec(), rows, x: x.clone(), y_base: y_base.clone() })
+        let (path, lead, x, y_base) = (path.to_owned(), lead.to_vec(), x.clone(), y_base.clone());
+        Ok(Job { path, sites: found, lead, rows, ids, x, depth, width, vocabulary, y_base })
     }
 
     /// The dimensions before the last, which must be `width`.
@@ -137,6 +173,24 @@ impl Input {
         }
         let found = format!("{} rows", job.rows);
         Err(Error::shape(self.about(&job.x), found, format!("{}, as {SLOTS:?} has", slots.len())).into())
+    }
+
+    /// Tokens' numbers of some rows, as u32.
+    pub fn ids(&self, job: &Job, rows: Range<usize>) -> Result<Vec<u8>, Failure> {
+        let Some(read) = values::integer(job.x.dtype) else { return Ok(Vec::new()) };
+        let mut out = Vec::with_capacity(rows.len() * 4);
+        self.read(&job.x, rows, |row, bytes| {
+            let id = read(bytes);
+            match u32::try_from(id) {
+                Ok(small) if small < job.vocabulary => out.extend_from_slice(&small.to_le_bytes()),
+                _ => {
+                    let what = format!("{}: row {row}", self.about(&job.x));
+                    return Err(Error::shape(what, id, format!("a token below {}", job.vocabulary)).into());
+                }
+            }
+            Ok(())
+        })?;
+        Ok(out)
     }
 
     /// Rows of a matrix of `width` columns as `dtype`.

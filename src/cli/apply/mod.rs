@@ -35,7 +35,9 @@ const CHUNK_ROWS: usize = 1 << 16;
 /// The input is a safetensors file with, for each site (a module path of the base), `SITE|x` [.., in] and
 /// `SITE|y_base` [.., out] of any float type, and optionally `slots` (integers): for each row the index of its
 /// adapter in the order of the --adapter options, -1 for the base. Without slots every row uses the first
-/// adapter. Other tensors are passed over. The output has `SITE|y` [.., out] in f32.
+/// adapter. An embedding has `SITE|ids` [..] (integers, the tokens) in place of x, and its gathered rows as y_base; where
+/// an adapter replaces tokens' rows, those are replaced, and so are their logits in y of the head. Other tensors are
+/// passed over. The output has `SITE|y` [.., out] in f32.
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\nExamples:\n  \
     lorapool apply --base models/llama --adapter sql=adapters/sql --input in.safetensors --output out.safetensors\n  \
@@ -123,9 +125,12 @@ impl Apply {
         if let Some(slots) = &slots {
             jobs.iter().try_for_each(|job| input.check_rows(job, slots))?;
         }
-        let lines = narrow(&mut named, &mut jobs, &spec);
-        let sites = jobs.iter().map(|job| spec.sites[job.site].clone()).collect();
-        jobs.iter_mut().enumerate().for_each(|(index, job)| job.site = index);
+        let lines = narrow(&mut named, &jobs);
+        let mut sites = Vec::new();
+        for site in jobs.iter_mut().flat_map(|job| &mut job.sites).filter_map(Option::as_mut) {
+            sites.push(spec.sites[*site].clone());
+            *site = sites.len() - 1;
+        }
 
         let gpu = self.device.open()?;
         let inputs: Vec<_> =
@@ -134,7 +139,7 @@ impl Apply {
         let worker = Worker::new(&gpu, &weights, op, self.dtype, &jobs)?;
 
         let names: Vec<String> = jobs.iter().map(|job| format!("{}|y", job.path)).collect();
-        let shapes: Vec<Vec<usize>> = jobs.iter().map(|job| worker.shape(job)).collect();
+        let shapes: Vec<Vec<usize>> = jobs.iter().map(Worker::shape).collect();
         let mut output =
             Output::create(&self.output, names.iter().map(String::as_str).zip(shapes.iter().map(Vec::as_slice)))?;
         let mut progress = Progress::new("sites", jobs.len());
@@ -174,17 +179,14 @@ impl Apply {
 }
 
 /// Leaves of each adapter what the input asks for: the rest takes no device memory.
-fn narrow(named: &mut [Named], jobs: &mut [Job], spec: &PoolSpec) -> Vec<AdapterLine> {
-    let wanted: HashSet<&str> = jobs.iter().map(|job| &*spec.sites[job.site].id.path).collect();
+fn narrow(named: &mut [Named], jobs: &[Job]) -> Vec<AdapterLine> {
+    let wanted: HashSet<&str> = jobs.iter().map(|job| &*job.path).collect();
+    let count = |named: &Named| named.adapter.pairs.len() + named.adapter.tokens.len();
     let narrow = |named: &mut Named| {
-        let sites = named.adapter.pairs.len();
+        let sites = count(named);
         named.adapter.pairs.retain(|pair| wanted.contains(&*pair.site.path));
-        AdapterLine {
-            name: named.name.clone(),
-            sites,
-            applied: named.adapter.pairs.len(),
-            notices: named.adapter.notices.clone(),
-        }
+        named.adapter.tokens.retain(|tokens| wanted.contains(&*tokens.site.path));
+        AdapterLine { name: named.name.clone(), sites, applied: count(named), notices: named.adapter.notices.clone() }
     };
     named.iter_mut().map(narrow).collect()
 }
@@ -208,12 +210,13 @@ impl<'a> Worker<'a> {
         act: DType,
         jobs: &[Job],
     ) -> Result<Self, Failure> {
-        let sites = weights.storage().sites();
         let most = |of: &dyn Fn(&Job) -> u64| jobs.iter().map(of).max().unwrap_or(0);
         let bytes = |job: &Job, width: u32| {
-            (Self::chunk(weights, act, job) as u64 * u64::from(width) * act.size()).next_multiple_of(4).max(4)
+            // Ids take 4 bytes whatever the type of the activations.
+            let size = if job.ids { 4 } else { act.size() };
+            (Self::chunk(act, job) as u64 * u64::from(width) * size).next_multiple_of(4).max(4)
         };
-        let rows = most(&|job| Self::chunk(weights, act, job) as u64) as u32;
+        let rows = most(&|job| Self::chunk(act, job) as u64) as u32;
         Ok(Self {
             gpu,
             weights,
@@ -221,47 +224,57 @@ impl<'a> Worker<'a> {
             act,
             // At worst every row is a tile of its own.
             applier: Applier::new(&**gpu, weights.storage(), act, Capacity { rows, tiles: rows })?,
-            x: gpu.alloc(most(&|job| bytes(job, sites[job.site].in_features)), "x")?,
-            y: gpu.alloc(most(&|job| bytes(job, sites[job.site].out_features)), "y")?,
+            x: gpu.alloc(most(&|job| bytes(job, job.depth)), "x")?,
+            y: gpu.alloc(most(&|job| bytes(job, job.width)), "y")?,
         })
     }
 
     /// Rows of a site taken at a time.
-    fn chunk(weights: &LoraWeights, act: DType, job: &Job) -> usize {
-        let site = &weights.storage().sites()[job.site];
-        let row = u64::from(site.in_features.max(site.out_features)) * act.size();
+    fn chunk(act: DType, job: &Job) -> usize {
+        let row = u64::from(job.depth.max(job.width)) * act.size();
         job.rows.min((CHUNK_BYTES / row.max(1)).max(1) as usize).min(CHUNK_ROWS)
     }
 
     /// Shape of a site's y.
-    fn shape(&self, job: &Job) -> Vec<usize> {
-        let width = self.weights.storage().sites()[job.site].out_features as usize;
-        job.lead.iter().copied().chain([width]).collect()
+    fn shape(job: &Job) -> Vec<usize> {
+        job.lead.iter().copied().chain([job.width as usize]).collect()
     }
 
     /// Applies each row's adapter at one site and writes `SITE|y`.
     fn apply(&self, input: &Input, job: &Job, slots: &[i32], output: &mut Output) -> Result<(), Failure> {
         let pool = self.weights.storage();
-        let site = &pool.sites()[job.site];
-        let (depth, width) = (site.in_features as usize, site.out_features as usize);
-        let chunk = Self::chunk(self.weights, self.act, job).max(1);
+        let (depth, width) = (job.depth as usize, job.width as usize);
+        let chunk = Self::chunk(self.act, job).max(1);
         for first in (0..job.rows).step_by(chunk) {
             let rows = first..job.rows.min(first + chunk);
-            let x = input.rows(&job.x, rows.clone(), depth, self.act)?;
+            let x = match job.ids {
+                true => input.ids(job, rows.clone())?,
+                false => input.rows(&job.x, rows.clone(), depth, self.act)?,
+            };
             let y = input.rows(&job.y_base, rows.clone(), width, self.act)?;
             let plan = Plan::from_slots(slots[rows].iter().map(|slot| (*slot).max(-1)));
             let capacity = plan.capacity();
             let len = y.len() as u64;
             let (x, y) = (padded(x), padded(y));
             let (x_at, y_at) = (self.x.slice(0, x.len() as u64)?, self.y.slice(0, y.len() as u64)?);
-            let (x_rows, y_rows) =
-                (Matrix::new(x_at.clone(), site.in_features), Matrix::new(y_at.clone(), site.out_features));
+            let (x_rows, y_rows) = (Matrix::new(x_at.clone(), job.depth), Matrix::new(y_at.clone(), job.width));
+            let [lora, rows] = job.sites.map(|site| site.map(|site| SiteOutput { site, y: &y_rows }));
             self.gpu.submit(&mut |encoder| {
                 encoder.write(&x_at, &x)?;
                 encoder.write(&y_at, &y)?;
                 self.applier.write_batch(encoder, &plan, capacity)?;
-                let outputs = [SiteOutput { site: job.site, y: &y_rows }];
-                self.applier.encode(encoder, pool, self.op, capacity, &x_rows, &outputs)
+                let (applier, op) = (&self.applier, self.op);
+                if let Some(output) = lora {
+                    match job.ids {
+                        true => applier.encode_embedding(encoder, pool, op, capacity, &x_at, output)?,
+                        false => applier.encode(encoder, pool, op, capacity, &x_rows, &[output])?,
+                    }
+                }
+                match (rows, job.ids) {
+                    (None, _) => Ok(()),
+                    (Some(output), true) => applier.encode_token_rows(encoder, pool, capacity, &x_at, output),
+                    (Some(output), false) => applier.encode_logits(encoder, pool, capacity, &x_rows, output),
+                }
             })?;
             let values = self.act.decode(&self.gpu.read(&y_at.slice(0, len)?)?);
             let mut bytes = Vec::new();
