@@ -158,6 +158,32 @@ fn parts_of_different_ranks_scales_and_types_keep_their_numbers() {
 }
 
 #[test]
+fn biases_of_parts_lie_on_the_rows_of_their_parts() {
+    let files = fixture_files("16_lora_bias");
+    let (fused, apart) = (files.load(Some(&base("phi3"))).unwrap(), files.load(Some(&base("llama"))).unwrap());
+    let mut compared = 0;
+    for (layer, (whole, parts)) in [(0, PARTS[0]), (1, PARTS[0])] {
+        let pair = pair_at(&fused, &format!("model.layers.{layer}.{whole}"));
+        let joined = pair.vectors.as_ref().unwrap();
+        assert!(joined.gain.iter().all(|gain| *gain == 1.0));
+        let mut first = 0;
+        for (part, rows) in parts {
+            let found = &joined.offset[first..first + rows];
+            match apart.pairs.iter().find(|pair| *pair.site.path == format!("model.layers.{layer}.{part}")) {
+                Some(pair) => {
+                    assert_eq!(found, pair.vectors.as_ref().unwrap().offset, "{part}");
+                    assert!(found.iter().any(|offset| *offset != 0.0));
+                    compared += 1;
+                }
+                None => assert!(found.iter().all(|offset| offset.to_bits() == 0), "{part}"),
+            }
+            first += rows;
+        }
+    }
+    assert!(compared >= 4, "{compared}");
+}
+
+#[test]
 fn wrapped_paths_are_found_in_a_fused_base_too() {
     let files = Files::lora(2).raw_pair("base_model.model.language_model.model.layers.1.self_attn.k_proj", 2, 48, 24);
     let adapter = files.load(Some(&base("phi3"))).unwrap();
