@@ -412,6 +412,7 @@ fn tokens(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
     let address = u64::from(p.weights_lo) | u64::from(p.weights_hi) << 32;
     let size = spec.weight.size();
     let ids = if kernel == Kernel::OverlayLogits { Vec::new() } else { words(&operands[3]) };
+    #[expect(clippy::needless_range_loop, reason = "a row has more than its id")]
     for row in 0..p.rows as usize {
         let at = 2 * (p.row_first as usize + row);
         let (slot, scale) = (batch[at] as i32, f32::from_bits(batch[at + 1]));

@@ -192,7 +192,7 @@ fn held(case: &Case, slot: u32, dice: &mut Dice) -> Option<Held> {
             // Spread over the vocabulary, its first and last id among them.
             let mut ids: Vec<u32> =
                 (0..count).map(|i| (u64::from(i) * u64::from(case.vocabulary) / u64::from(count)) as u32).collect();
-            if slot % 2 == 0 {
+            if slot.is_multiple_of(2) {
                 let last = ids.len() - 1;
                 ids[last] = case.vocabulary - 1;
             }

@@ -183,6 +183,7 @@ fn pad(bytes: &mut Vec<u8>) {
 #[cfg(test)]
 mod tests {
     use lorapool::manager::{LoraAdapterInput, LoraWeights};
+    use lorapool::pool::SiteKind;
 
     use super::super::super::adapters::pool_spec;
     use super::super::samples;
@@ -203,7 +204,8 @@ mod tests {
             Bench::new(&gpu, pool, &step, resident, 7).check(op, plan, &mut Progress::new("test", 15)).unwrap()
         };
         let shifted = Plan::from_slots([0, 1, 0, 1]);
-        let width: u64 = pool.sites().iter().map(|site| u64::from(site.out_features)).sum();
+        let linears = pool.sites().iter().filter(|site| site.kind == SiteKind::Linear);
+        let width: u64 = linears.map(|site| u64::from(site.out_features)).sum();
         for (op, plan) in &plans {
             let right = check(*op, plan, [0, 4]);
             assert_eq!((right.mismatches, right.elements), (0, 4 * width));
