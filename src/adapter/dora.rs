@@ -3,7 +3,6 @@
 //! W is read a few rows at a time, by several threads; neither it nor the product is ever in memory whole.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
@@ -19,8 +18,6 @@ const ROWS: usize = 8;
 const COLUMNS: usize = 256;
 /// Rows of A that are added at a time.
 const RANKS: usize = 4;
-/// Work shorter than this is not spoken of.
-const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What DoRA needs to know of a linear's rows.
 pub(super) struct Rows {
@@ -65,14 +62,10 @@ pub(super) fn rows(at: &str, base: &BaseModel, pair: &HostPair, scale: f64) -> L
         };
         let count = rows.len();
         let b = &b[first * pair.rank()..(first + count) * pair.rank()];
-        let started = Instant::now();
         norms[first..first + count].par_chunks_mut(ROWS).enumerate().try_for_each(|(block, norms)| {
             let b = &b[block * ROWS * pair.rank()..][..norms.len() * pair.rank()];
             norms_of(&weight, rows.start + block * ROWS, [&a, b], pair.rank(), norms)
         })?;
-        if started.elapsed() > PATIENCE {
-            tracing::info!("norms of {}: {:.1} s", linear.site.path, started.elapsed().as_secs_f64());
-        }
         let bias = weight.bias(base, linear)?;
         biases.push(bias.map(|bias| bias[rows.clone()].to_vec()).ok_or(count));
         first += count;

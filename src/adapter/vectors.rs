@@ -6,7 +6,9 @@
 //! `y + (g - 1) * y + (1 - g) * bias of the base + g * scale * B A x`. Norms are of the base's stored weights, in f64; PEFT
 //! takes them in the type that it computes in.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use super::base::BaseModel;
 use super::dora;
@@ -27,12 +29,36 @@ type Tensors<'a> = BTreeMap<&'a str, &'a TensorInfo>;
 pub(super) struct Vectors<'a> {
     bias: Tensors<'a>,
     magnitude: Tensors<'a>,
+    norms: Progress,
+}
+
+/// How far the norms are: a large base takes seconds, and says so.
+struct Progress {
+    started: Instant,
+    /// Seconds after which it is spoken of next.
+    patience: Cell<Duration>,
+    done: Cell<usize>,
+}
+
+/// Work shorter than this is not spoken of, nor is any more often.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+impl Progress {
+    fn step(&self, all: usize) {
+        let (done, elapsed) = (self.done.get() + 1, self.started.elapsed());
+        self.done.set(done);
+        if elapsed > self.patience.get() {
+            self.patience.set(elapsed + PATIENCE);
+            tracing::info!("DoRA: norms of {done} of {all} linears of the base, {:.1} s", elapsed.as_secs_f64());
+        }
+    }
 }
 
 impl<'a> Vectors<'a> {
     /// Finds them.
     pub fn read(reading: &Reading<'a>, keys: &[Key<'a>], uses: &[Use]) -> Loaded<Self> {
-        let mut found = Self { bias: Tensors::new(), magnitude: Tensors::new() };
+        let norms = Progress { started: Instant::now(), patience: Cell::new(PATIENCE), done: Cell::new(0) };
+        let mut found = Self { bias: Tensors::new(), magnitude: Tensors::new(), norms };
         for ((tensor, key), used) in reading.source.tensors.iter().zip(keys).zip(uses) {
             let of = match used {
                 Use::Bias => &mut found.bias,
@@ -120,6 +146,7 @@ impl<'a> Vectors<'a> {
         let Some(tensor) = self.magnitude.get(module) else { return Ok(None) };
         let magnitudes = values(reading, tensor)?;
         let dora::Rows { norms, bias } = dora::rows(&reading.at(tensor), need(reading, tensor)?, pair, scale)?;
+        self.norms.step(self.magnitude.len());
         let (mut gain, mut offset) = (Vec::with_capacity(norms.len()), Vec::with_capacity(norms.len()));
         for (row, (magnitude, norm)) in magnitudes.into_iter().zip(norms).enumerate() {
             if norm == 0.0 || !norm.is_finite() {

@@ -125,7 +125,7 @@ fn usage(error: &clap::Error) -> ExitCode {
 
 /// Log output on stderr, by default warnings, errors, and what takes seconds before anything else can start.
 fn log() -> Result<(), Failure> {
-    let directives = std::env::var(LOG).unwrap_or_else(|_| "warn,lorapool::adapter::dora=info".into());
+    let directives = std::env::var(LOG).unwrap_or_else(|_| "warn,lorapool::adapter::vectors=info".into());
     let filter =
         EnvFilter::try_new(&directives).map_err(|error| Failure::usage(format!("{LOG}={directives}: {error}")))?;
     let ansi = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
