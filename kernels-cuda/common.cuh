@@ -104,17 +104,20 @@ struct Pair {
 DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
     Pair none = {0, 0, 0.0f, 0};
     if (slot < 0 || (u32)slot < p.slot_first || (u32)slot - p.slot_first >= p.slot_count) return none;
+    // All loads at once: the chain from a slot to its weights is what a launch of few rows waits for.
     const u32* words = tables + (site.cells + 2ull * (u32)slot);
-    const u64 cell = (u64)words[1] << 32 | words[0];
+    const u32 low = words[0], high = words[1], word = tables[(u64)site.ranks + (u32)slot];
+    const float scale = __uint_as_float(tables[(u64)site.scales + (u32)slot]);
+    const u64 cell = (u64)high << 32 | low;
     const u64 weights = (u64)p.weights_hi << 32 | p.weights_lo;
     const u64 len = (u64)p.weights_len_hi << 32 | p.weights_len_lo;
     const u64 span = 4ull * site.span;
     if (cell == 0 || (cell & 15) != 0 || cell < weights) return none;
     const u64 offset = cell - weights;
     if (offset > len || len - offset < span) return none;
-    const u32 word = tables[(u64)site.ranks + (u32)slot], rank = word & RANK_MASK;
+    const u32 rank = word & RANK_MASK;
     if (rank == 0 || rank > p.max_rank) return none;
-    Pair pair = {offset, rank, __uint_as_float(tables[(u64)site.scales + (u32)slot]), word & RANK_VECTORS};
+    Pair pair = {offset, rank, scale, word & RANK_VECTORS};
     return pair;
 }
 

@@ -14,6 +14,8 @@ constexpr unsigned int SGMV_DEPTH = 32;
 constexpr unsigned int MAX_RANK = 512;
 constexpr unsigned int RANK_MASK = 65535;
 constexpr unsigned int RANK_VECTORS = 65536;
+constexpr unsigned int Z_PARTS = 16;
+constexpr unsigned int Z_RANKS = 16;
 constexpr unsigned int MAX_TOKEN_ROWS = 65535;
 constexpr unsigned int OVERLAY_ROWS = 4;
 constexpr unsigned int VECTOR_ALIGN = 4;
@@ -150,8 +152,9 @@ struct Params {
     unsigned int slot_stride;
     // How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
     unsigned int routed;
-    // Unused.
-    unsigned int reserved1;
+    // BGMV: parts that a sum over columns may be left in, for the expand of the same pair to add up; 0: it may not. Where
+    // it may, how z is laid out is between the two, in rows * sites * z_parts times max_rank rounded up to Z_RANKS f32.
+    unsigned int z_parts;
     // Unused.
     unsigned int reserved2;
     // The sites; entries from `sites` on are zero.

@@ -8,6 +8,8 @@
 // the warps of a block ascending, the blocks of the cluster ascending.
 #include "sm90.cuh"
 
+// Blocks of a cluster.
+constexpr u32 CLUSTER = 8;
 constexpr u32 COLUMNS = 32;
 constexpr u32 TILES = 4;
 constexpr u32 TILE_ROWS = SGMV_TILE_ROWS;

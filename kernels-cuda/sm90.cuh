@@ -1,14 +1,7 @@
-// What the kernels for sm_90 share: bf16 tensor-core products, packs of rows, and the start before the end of
-// the launch before.
+// What the kernels for sm_90 share: bf16 tensor-core products, and the start before the end of the launch before.
 #pragma once
 #include "common.cuh"
 
-// Rows of a pack: the narrow side of a product.
-constexpr u32 PACK_ROWS = BGMV_PACK_ROWS;
-// Blocks of a shrink's cluster, and most threads of one of them.
-constexpr u32 CLUSTER = 8;
-constexpr u32 CLUSTER_THREADS = 512;
-constexpr u32 PACK_WORDS = sizeof(Pack) / 4;
 // Ranks that one product takes.
 constexpr u32 RANKS = 16;
 
@@ -26,20 +19,6 @@ DEVICE void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
         : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
-// Weights: read once, so past the first-level cache.
-DEVICE uint4 stream16(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
-}
-DEVICE uint2 stream8(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
 }
 
 // The first `count` of eight elements, the others zero.
@@ -98,37 +77,8 @@ DEVICE u32 take_high(float& low, float& high) {
     return a >> 16 | b;
 }
 
-// The launch before may still run when this one starts: weights, tables and batch are not its to write. All
-// else waits for its end. Of the blocks without work only the first waits: one is enough for the end of a launch to
-// be the end of all before it.
+// The launch before may still run when this one starts: weights, tables and batch are not its to write. All else
+// waits for its end. Of what has no work one thread waits: that is enough for the end of a launch to be the end of all
+// before it.
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-DEVICE bool is_first_block() { return (blockIdx.x | blockIdx.y | blockIdx.z) == 0; }
-
-// Rows that share a slot, as one lane sees them.
-struct Rows8 {
-    int slot;        // negative: there are no more
-    long long row;   // this lane's row in x, y and z, -1 for none
-};
-
-// Pack `index` for the lane with row `i` of it. Without packs in the batch each row is one.
-DEVICE Rows8 pack_rows(const Params& p, const u32* batch, u32 index, u32 i) {
-    Rows8 rows;
-    u32 row;
-    bool live;
-    if (p.packs_at) {
-        const u32* pack = batch + (p.packs_at + (u64)PACK_WORDS * index);
-        rows.slot = (int)pack[0];
-        live = i < pack[1];
-        row = pack[2 + i];
-    } else {
-        rows.slot = (int)batch[2 * (u64)(p.row_first + index)];
-        live = i == 0;
-        row = p.row_first + index;
-    }
-    live = live && row >= p.row_first && row - p.row_first < p.rows;
-    rows.row = live ? (long long)(row - p.row_first) : -1;
-    return rows;
-}
-DEVICE u32 pack_count(const Params& p) { return p.packs_at ? p.tiles : p.rows; }

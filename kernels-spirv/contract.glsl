@@ -13,6 +13,8 @@ const uint SGMV_DEPTH = 32;
 const uint MAX_RANK = 512;
 const uint RANK_MASK = 65535;
 const uint RANK_VECTORS = 65536;
+const uint Z_PARTS = 16;
+const uint Z_RANKS = 16;
 const uint MAX_TOKEN_ROWS = 65535;
 const uint OVERLAY_ROWS = 4;
 const uint VECTOR_ALIGN = 4;
@@ -149,8 +151,9 @@ struct Params {
     uint slot_stride;
     // How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
     uint routed;
-    // Unused.
-    uint reserved1;
+    // BGMV: parts that a sum over columns may be left in, for the expand of the same pair to add up; 0: it may not. Where
+    // it may, how z is laid out is between the two, in rows * sites * z_parts times max_rank rounded up to Z_RANKS f32.
+    uint z_parts;
     // Unused.
     uint reserved2;
     // The sites; entries from `sites` on are zero.

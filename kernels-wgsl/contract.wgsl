@@ -13,6 +13,8 @@ const SGMV_DEPTH: u32 = 32u;
 const MAX_RANK: u32 = 512u;
 const RANK_MASK: u32 = 65535u;
 const RANK_VECTORS: u32 = 65536u;
+const Z_PARTS: u32 = 16u;
+const Z_RANKS: u32 = 16u;
 const MAX_TOKEN_ROWS: u32 = 65535u;
 const OVERLAY_ROWS: u32 = 4u;
 const VECTOR_ALIGN: u32 = 4u;
@@ -149,8 +151,9 @@ struct Params {
     slot_stride: u32,
     // How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
     routed: u32,
-    // Unused.
-    reserved1: u32,
+    // BGMV: parts that a sum over columns may be left in, for the expand of the same pair to add up; 0: it may not. Where
+    // it may, how z is laid out is between the two, in rows * sites * z_parts times max_rank rounded up to Z_RANKS f32.
+    z_parts: u32,
     // Unused.
     reserved2: u32,
     // The sites; entries from `sites` on are zero.

@@ -55,4 +55,6 @@ pub struct Caps {
     pub max_groups: [u32; 2],
     /// Smallest and largest number of lanes in a subgroup; kernels must not assume one.
     pub subgroup: [u32; 2],
+    /// Parts that decode kernels leave a sum over columns in, and scratch needs room for; 0: they leave none.
+    pub z_parts: u32,
 }

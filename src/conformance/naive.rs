@@ -84,6 +84,7 @@ impl Naive {
             binding_align: 4,
             max_groups: [65_535; 2],
             subgroup: [1, 1],
+            z_parts: 0,
         };
         Self { caps, fault, next: AtomicU64::new(1) }
     }

@@ -157,8 +157,9 @@ block! {
         slot_stride: u32,
         /// How an expert's row finds token and expert: ROUTED_TOKENS, ROUTED_OFFSETS (expert_rows).
         routed: u32,
-        /// Unused.
-        reserved1: u32,
+        /// BGMV: parts that a sum over columns may be left in, for the expand of the same pair to add up; 0: it may not. Where
+        /// it may, how z is laid out is between the two, in rows * sites * z_parts times max_rank rounded up to Z_RANKS f32.
+        z_parts: u32,
         /// Unused.
         reserved2: u32,
         /// The sites; entries from `sites` on are zero.

@@ -63,6 +63,10 @@ pub const RANK_MASK: u32 = 0xffff;
 /// `offset[out_features]`, lie behind B's `out_features` rows of the launch's stride, each padded to [`vector_len`].
 /// Where they don't fit a site's span, its rows are skipped.
 pub const RANK_VECTORS: u32 = 1 << 16;
+/// BGMV: most parts that a shrink leaves a sum over columns in ([`Params::z_parts`]).
+pub const Z_PARTS: u32 = 16;
+/// BGMV: ranks that a site has room for in z are multiples of this, where sums may be left in parts.
+pub const Z_RANKS: u32 = 16;
 /// Largest number of token rows that an overlay may be set up for: what a rank word holds below [`RANK_VECTORS`].
 pub const MAX_TOKEN_ROWS: u32 = 65_535;
 /// overlay_logits: token rows of a slot that a workgroup takes for its row, `THREADS / OVERLAY_ROWS` lanes each.
@@ -128,6 +132,12 @@ pub enum Kernel {
     /// The batch of a routed layer from that of its tokens, a thread for a row: each row of a token and one of its
     /// experts gets the slot `slot(token) * slot_stride + expert`, by which the kernels above serve experts.
     ExpertRows,
+}
+
+/// Bytes of z for sums in `parts`: [`Params::z_parts`].
+pub fn z_bytes(rows: u64, sites: u64, max_rank: u32, parts: u32) -> u64 {
+    let ranks = u64::from(max_rank.next_multiple_of(Z_RANKS));
+    (sites * ranks * u64::from(parts) * 4).saturating_mul(rows)
 }
 
 impl Kernel {
@@ -260,6 +270,7 @@ impl Kernel {
             .unwrap_or(0);
         let z =
             sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
+        let z = z.max(z_bytes(rows, sites.len() as u64, params.max_rank, params.z_parts));
         let mut out = vec![batch_rows.max(batch_tiles).max(batch_packs).max(batch_x_rows), tables, 0];
         if self.is_expand() {
             out.push(z);

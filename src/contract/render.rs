@@ -79,7 +79,7 @@ impl Language {
 
 const BLOCKS: [Block; 5] = [RowRef::BLOCK, Tile::BLOCK, Pack::BLOCK, SiteParams::BLOCK, Params::BLOCK];
 
-const CONSTANTS: [(&str, u32); 18] = [
+const CONSTANTS: [(&str, u32); 20] = [
     ("MAX_SITES", MAX_SITES as u32),
     ("MAX_OPERANDS", MAX_OPERANDS as u32),
     ("THREADS", THREADS),
@@ -93,6 +93,8 @@ const CONSTANTS: [(&str, u32); 18] = [
     ("MAX_RANK", MAX_RANK),
     ("RANK_MASK", RANK_MASK),
     ("RANK_VECTORS", RANK_VECTORS),
+    ("Z_PARTS", Z_PARTS),
+    ("Z_RANKS", Z_RANKS),
     ("MAX_TOKEN_ROWS", MAX_TOKEN_ROWS),
     ("OVERLAY_ROWS", OVERLAY_ROWS),
     ("VECTOR_ALIGN", VECTOR_ALIGN),

@@ -4,7 +4,7 @@ use super::Matrix;
 use super::join::{At, Joined, join};
 use super::tokens::TokenPipelines;
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
-use crate::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec};
+use crate::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec, z_bytes};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -54,6 +54,9 @@ pub struct Applier {
     pub(super) tokens: TokenPipelines,
     pub(super) batch: Region,
     pub(super) z: Region,
+    /// Bytes of `z` that whole sums may take; the rest is for sums in parts.
+    scratch: u64,
+    z_parts: u32,
     capacity: Capacity,
     pub(super) max_binding: u64,
     pub(super) binding_align: u64,
@@ -101,6 +104,10 @@ impl Applier {
         if scratch < row {
             return Err(Error::Limit { what: "scratch for one row in bytes", found: row, limit: scratch, hint: "" });
         }
+        // As many rows in parts as whole, but no more scratch for them than whole ones may have.
+        let max_rank = pool.layout().max_rank();
+        let in_parts = |rows| z_bytes(rows, MAX_SITES as u64, max_rank, caps.z_parts);
+        let parts = in_parts(scratch / row).min(SCRATCH.max(in_parts(1))).min(caps.max_alloc) / 16 * 16;
         let spec = Spec { act, weight: pool.layout().dtype() };
         let load = |kernel| backend.load(kernel, spec);
         Ok(Self {
@@ -109,7 +116,9 @@ impl Applier {
             expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
             tokens: TokenPipelines::new(backend, pool, spec)?,
             batch: backend.alloc(capacity.bytes().max(16), "batch")?,
-            z: backend.alloc(scratch, "rank-space scratch")?,
+            z: backend.alloc(scratch.max(parts), "rank-space scratch")?,
+            scratch,
+            z_parts: caps.z_parts,
             capacity,
             max_binding: caps.max_binding,
             binding_align: caps.binding_align.max(1),
@@ -161,7 +170,8 @@ impl Applier {
         }
         outputs.chunks(MAX_SITES).try_for_each(|outputs| {
             let group = self.group(pool, capacity.rows, x, outputs)?;
-            let step = self.rows_at_once(pool, &group)?;
+            let z_parts = if op == Op::Bgmv { self.z_parts } else { 0 };
+            let step = self.rows_at_once(pool, &group, z_parts)?;
             (0..capacity.rows).step_by(step as usize).try_for_each(|first| {
                 let rows = step.min(capacity.rows - first);
                 self.encode_rows(encoder, pool, op, capacity, &group, first, rows)
@@ -213,7 +223,7 @@ impl Applier {
     }
 
     /// Rows that one launch can take: as many as scratch and the device's bindings hold.
-    pub(super) fn rows_at_once(&self, pool: &Pool, group: &Group<'_>) -> Result<u32> {
+    pub(super) fn rows_at_once(&self, pool: &Pool, group: &Group<'_>, z_parts: u32) -> Result<u32> {
         let act = self.spec.act;
         // A binding begins at a multiple of the alignment: what lies before the operand counts too.
         let room = match self.max_binding {
@@ -222,7 +232,11 @@ impl Applier {
         };
         let x = group.x.map(|x| (x, group.in_features));
         let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(x);
-        let mut rows = self.z.len() / (group.sites.len() as u64 * u64::from(pool.layout().max_rank()) * 4);
+        let (sites, max_rank) = (group.sites.len() as u64, pool.layout().max_rank());
+        let mut rows = self.scratch / (sites * u64::from(max_rank) * 4);
+        if z_parts > 0 {
+            rows = rows.min(self.z.len() / z_bytes(1, sites, max_rank, z_parts));
+        }
         for (matrix, width) in matrices {
             let first = u64::from(width) * act.size();
             if first > room {
@@ -260,6 +274,7 @@ impl Applier {
             tiles_at: capacity.tiles_at(),
             tiles: if op == Op::Sgmv { capacity.tiles } else { 0 },
             packs_at: if op == Op::Bgmv { capacity.packs_at() } else { 0 },
+            z_parts: if op == Op::Bgmv { self.z_parts } else { 0 },
             ..Params::default()
         };
         let batch = self.batch.slice(0, capacity.bytes())?;

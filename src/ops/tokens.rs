@@ -77,7 +77,7 @@ impl Applier {
         output.y.check(&format!("y of {}", spec.id.path), capacity.rows, spec.out_features, act)?;
         let (joined, at) = join(&[output], &[spec.out_features], capacity.rows, act, self.binding_align)?;
         let group = Group { sites: vec![output.site], x: None, in_features: spec.in_features, joined, at };
-        let step = self.rows_at_once(pool, &group)?;
+        let step = self.rows_at_once(pool, &group, 0)?;
         let layout = pool.layout();
         let batch = self.batch.slice(0, capacity.bytes())?;
         for first in (0..capacity.rows).step_by(step as usize) {
@@ -194,7 +194,7 @@ impl Applier {
             joined: join(&[output], &[width], capacity.rows, act, self.binding_align)?.0,
             at: Vec::new(),
         };
-        let step = self.rows_at_once(pool, &group)?;
+        let step = self.rows_at_once(pool, &group, 0)?;
         for first in (0..capacity.rows).step_by(step as usize) {
             let rows = step.min(capacity.rows - first);
             let read = match input {

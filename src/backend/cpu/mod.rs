@@ -253,5 +253,6 @@ fn caps(threads: NonZeroUsize) -> Caps {
         binding_align: 1,
         max_groups: [u32::MAX; 2],
         subgroup: [1; 2],
+        z_parts: 0,
     }
 }

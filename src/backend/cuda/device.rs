@@ -9,7 +9,9 @@ use cudarc::driver::sys::{self, CUcontext, CUctx_st, CUdevice, CUdevice_attribut
 
 use super::NAME;
 use super::driver::{self, Handle, check};
+use super::sm90::Room;
 use crate::backend::{Caps, DeviceClass, WeightLayout};
+use crate::contract::Z_PARTS;
 use crate::error::{Error, Result};
 
 /// The oldest compute capability that the PTX is made for.
@@ -25,6 +27,7 @@ fn early_launches() -> Result<bool> {
 pub(super) struct Candidate {
     number: CUdevice,
     capability: (i32, i32),
+    room: Room,
     pub(super) caps: Caps,
 }
 
@@ -91,8 +94,13 @@ impl Candidate {
             binding_align: 1,
             max_groups: [x as u32, y as u32],
             subgroup: [warp, warp],
+            z_parts: if (major, minor) >= (9, 0) { Z_PARTS } else { 0 },
         };
-        Ok(Self { number, capability: (major, minor), caps })
+        let room = Room {
+            multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as u32,
+            shared: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32,
+        };
+        Ok(Self { number, capability: (major, minor), room, caps })
     }
 }
 
@@ -107,6 +115,8 @@ pub(super) struct Device {
     pub(super) capability: (i32, i32),
     /// Whether launches may start before the one before has ended, in captured graphs too.
     pub(super) early_launches: bool,
+    /// What launches of kernels that fill a multiprocessor go by.
+    pub(super) room: Room,
     pub(super) caps: Caps,
 }
 
@@ -116,13 +126,14 @@ impl Device {
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: writes one handle.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, candidate.number) })?;
-        let Candidate { number, capability, caps } = candidate;
+        let Candidate { number, capability, room, caps } = candidate;
         Ok(Self {
             number,
             context: Handle(context),
             retained: true,
             capability,
             early_launches: early_launches()?,
+            room,
             caps,
         })
     }
@@ -138,13 +149,14 @@ impl Device {
         let mut number = 0;
         // SAFETY: writes one integer; a context is current.
         check("cuCtxGetDevice", unsafe { sys::cuCtxGetDevice(&mut number) })?;
-        let Candidate { capability, caps, .. } = Candidate::of(number)?;
+        let Candidate { capability, room, caps, .. } = Candidate::of(number)?;
         Ok(Self {
             number,
             context: Handle(context),
             retained: false,
             capability,
             early_launches: early_launches()?,
+            room,
             caps,
         })
     }

@@ -68,6 +68,8 @@ struct Resolved {
     function: Handle<CUfunc_st>,
     groups: [u32; 3],
     threads: u32,
+    /// Bytes of shared memory.
+    shared: u32,
     /// Whether it may start before the launch before it has ended.
     early: bool,
     /// Addresses of the operands; absent ones are 0.
@@ -121,7 +123,7 @@ impl Resolved {
             blockDimX: self.threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: 0,
+            sharedMemBytes: self.shared,
             hStream: stream,
             attrs: &mut attribute,
             numAttrs: self.early.into(),
@@ -198,11 +200,11 @@ impl Encoder for CudaEncoder<'_> {
             }
             let max_groups = self.shared.device.caps.max_groups;
             let (variant, function) = function.serves(pipeline.kernel(), launch.params());
-            let Shape { groups, threads, params } = match variant {
+            let Shape { groups, threads, shared, params } = match variant {
                 Variant::Plain => {
-                    Shape { groups: launch.groups(max_groups)?, threads: THREADS, params: *launch.params() }
+                    Shape { groups: launch.groups(max_groups)?, threads: THREADS, shared: 0, params: *launch.params() }
                 }
-                Variant::Sm90 => shape(launch, max_groups),
+                Variant::Sm90 => shape(launch, max_groups, self.shared.device.room),
             };
             if groups.contains(&0) {
                 continue;
@@ -212,7 +214,16 @@ impl Encoder for CudaEncoder<'_> {
             let declared = pipeline.kernel().operands().len();
             let list = &mut self.commands().list;
             list.commands.push(Command::Launch(list.launches.len()));
-            list.launches.push(Resolved { function, groups, threads, early, operands: addresses, declared, params });
+            list.launches.push(Resolved {
+                function,
+                groups,
+                threads,
+                shared,
+                early,
+                operands: addresses,
+                declared,
+                params,
+            });
             list.owners.extend(operands.iter().map(|region| region.owner().clone()));
         }
         Ok(())

@@ -11,9 +11,9 @@ use cudarc::driver::sys::{self, CUfunc_st, CUfunction_attribute, CUjit_option, C
 
 use super::driver::{Handle, check};
 use super::queue::{Shared, lock};
-use super::sm90;
+use super::sm90::{self, Room};
 use crate::backend::Pipeline;
-use crate::contract::{Kernel, Params, Spec, THREADS};
+use crate::contract::{Kernel, MAX_RANK, Params, Spec, THREADS, Z_PARTS};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -66,11 +66,15 @@ impl Variant {
         }
     }
 
-    /// Most threads of a block.
-    fn threads(self, kernel: Kernel) -> u32 {
-        match (self, kernel) {
-            (Self::Sm90, Kernel::BgmvShrink) => sm90::SHRINK_WARPS * 32,
-            _ => THREADS,
+    /// Most threads of a block, and most bytes of shared memory that it asks for.
+    fn block(self, kernel: Kernel, room: Room) -> (u32, u32) {
+        match self {
+            // With the fewest ranks a block has the most warps, with the most ranks the most memory for each.
+            Self::Sm90 => {
+                let (threads, shared) = sm90::block(kernel, 1, room);
+                (threads, shared.max(sm90::block(kernel, MAX_RANK, room).1))
+            }
+            Self::Plain => (THREADS, 0),
         }
     }
 }
@@ -86,10 +90,10 @@ pub(super) struct Function {
 
 impl Function {
     /// The kernel for a launch: the faster one, but for a routed layer's rows, which have no packs or read rows of x that
-    /// aren't their own.
+    /// aren't their own, and for decode where z has no room for sums in parts.
     pub(super) fn serves(&self, kernel: Kernel, params: &Params) -> (Variant, Handle<CUfunc_st>) {
         let decode = matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand);
-        let usual = params.x_rows_at == 0 && (params.packs_at != 0 || !decode);
+        let usual = params.x_rows_at == 0 && (!decode || (params.packs_at != 0 && params.z_parts >= Z_PARTS));
         match self.sm90 {
             Some(function) if usual => (Variant::Sm90, function),
             _ => (Variant::Plain, self.plain),
@@ -138,7 +142,7 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
                 module
             }
         };
-        find(module, kernel, variant, spec)
+        find(module, kernel, variant, spec, shared.device.room)
     };
     let fast = Variant::of(shared.device.capability, kernel, spec) == Variant::Sm90;
     let sm90 = if fast { Some(function(Variant::Sm90)?) } else { None };
@@ -183,7 +187,13 @@ fn compile(kernel: Kernel, variant: Variant) -> Result<Handle<CUmod_st>> {
 }
 
 /// The entry for `spec`, put on the device now and not at its first launch, which may be in a capture.
-fn find(module: Handle<CUmod_st>, kernel: Kernel, variant: Variant, spec: Spec) -> Result<Handle<CUfunc_st>> {
+fn find(
+    module: Handle<CUmod_st>,
+    kernel: Kernel,
+    variant: Variant,
+    spec: Spec,
+    room: Room,
+) -> Result<Handle<CUfunc_st>> {
     let entry = entry(kernel, spec);
     let missing = |message| Error::Driver { call: "cuModuleGetFunction", message };
     let name = CString::new(entry.as_str()).map_err(|error| missing(error.to_string()))?;
@@ -199,9 +209,20 @@ fn find(module: Handle<CUmod_st>, kernel: Kernel, variant: Variant, spec: Spec) 
     let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
     // SAFETY: a function of a loaded module; writes one integer.
     check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut threads, most, function) })?;
-    let needed = variant.threads(kernel);
+    let (needed, shared) = variant.block(kernel, room);
     if (threads as u32) < needed {
         return Err(missing(format!("{entry} runs with at most {threads} threads a block, {needed} are needed")));
+    }
+    if shared > 0 {
+        // All of a multiprocessor's memory to blocks, always: a change between two launches would keep the second from
+        // starting beside the first.
+        for (attribute, value) in [
+            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32),
+            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+        ] {
+            // SAFETY: a function of a loaded module.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(function, attribute, value) })?;
+        }
     }
     Ok(Handle(function))
 }
@@ -242,11 +263,12 @@ mod tests {
     fn a_routed_layer_s_rows_are_served_by_the_plain_kernels_and_all_others_by_the_fast_ones() {
         let [plain, fast] = [1, 2].map(|at| Handle(ptr::without_provenance_mut(at)));
         let function = Function { backend: 0, plain, sm90: Some(fast) };
-        let packed = Params { packs_at: 40, ..Params::default() };
+        let packed = Params { packs_at: 40, z_parts: Z_PARTS, ..Params::default() };
         for (kernel, params, expected) in [
             (Kernel::BgmvShrink, packed, Variant::Sm90),
             (Kernel::BgmvExpand, packed, Variant::Sm90),
             (Kernel::BgmvExpand, Params::default(), Variant::Plain),
+            (Kernel::BgmvShrink, Params { z_parts: 0, ..packed }, Variant::Plain),
             (Kernel::BgmvShrink, Params { x_rows_at: 8, ..packed }, Variant::Plain),
             (Kernel::SgmvShrink, Params::default(), Variant::Sm90),
             (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Plain),

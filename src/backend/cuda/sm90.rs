@@ -6,67 +6,103 @@
 //! run writes what it reads early.
 
 use crate::backend::Launch;
-use crate::contract::{Access, Kernel, Pack, Params, THREADS};
+use crate::contract::{Access, Kernel, Pack, Params, THREADS, Z_PARTS};
 use crate::memory::Region;
 
-/// Blocks of a cluster, which split the columns of A.
+/// Blocks of a cluster of the prefill shrink, which split the columns of A.
 const CLUSTER: u32 = 8;
-/// Most warps of a block of the decode shrink.
-pub(super) const SHRINK_WARPS: u32 = 16;
-/// Columns that a warp of the decode shrink takes at a time: 4 chunks of 32.
-const CHUNK: u32 = 32;
-const CHUNKS: u32 = 4;
 /// Ranks that one product takes.
 const RANKS: u32 = 16;
-/// Outputs by ranks that a warp of an expand takes at a time: 128 by 16, 64 by 32, or 32 by 64.
+/// Outputs by ranks that a warp of the prefill expand takes at a time: 128 by 16, 64 by 32, or 32 by 64.
 const OUTPUTS: u32 = 128;
-/// Most packs that have blocks of their own.
-const PACKS: u32 = 64;
 /// Tiles that a block of a prefill kernel takes.
 const TILES: u32 = 4;
 
-/// A launch's blocks, threads of each, and parameters.
+/// Warps of a block of the decode kernels, which work each by itself.
+const SHRINK_WARPS: u32 = 4;
+const EXPAND_WARPS: u32 = 8;
+/// Columns that a stage of the decode shrink holds, and the fewest stages of a part.
+const STAGE_COLUMNS: u32 = 256;
+const PART_STAGES: u32 = 2;
+/// Outputs of a tile of the decode expand.
+const TILE_OUTPUTS: u32 = 64;
+/// Bytes of shared memory of a warp's ring: 2 stages of 16 ranks and 8 rows, 4 of 64 outputs and 8 rows of y.
+const SHRINK_RING: u32 = 2 * (RANKS + 8) * (STAGE_COLUMNS * 2 + 16);
+const EXPAND_RING: u32 = 4 * (TILE_OUTPUTS * RANKS * 2 + 8 * (TILE_OUTPUTS * 2 + 16));
+/// Bytes of a chunk of z that a warp keeps, and most chunks.
+const KEPT: u32 = 32 * 24;
+const KEPT_CHUNKS: u32 = 4;
+
+/// A launch's blocks, threads of each, bytes of shared memory, and parameters.
 pub(super) struct Shape {
     pub(super) groups: [u32; 3],
     pub(super) threads: u32,
+    pub(super) shared: u32,
     pub(super) params: Params,
 }
 
-/// How `launch` is made on a device of `max_groups`.
-pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2]) -> Shape {
+/// What a device has room for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    pub(super) multiprocessors: u32,
+    /// Most bytes of shared memory of a block.
+    pub(super) shared: u32,
+}
+
+/// Threads of a block, and bytes of shared memory that it asks for. Where there is room, a shrink's and an expand's are
+/// together less than a multiprocessor has, so that one fetches weights while the other ends.
+pub(super) fn block(kernel: Kernel, max_rank: u32, room: Room) -> (u32, u32) {
+    let (warps, each) = match kernel {
+        Kernel::BgmvShrink => (SHRINK_WARPS, SHRINK_RING),
+        Kernel::BgmvExpand => (EXPAND_WARPS, EXPAND_RING + max_rank.div_ceil(RANKS).min(KEPT_CHUNKS) * KEPT),
+        _ => return (THREADS, 0),
+    };
+    let warps = warps.min(room.shared / each);
+    (warps * 32, warps * each)
+}
+
+/// Parts that the decode shrink leaves a sum over so many columns in.
+fn parts(in_features: u32) -> u32 {
+    let stages = in_features.div_ceil(STAGE_COLUMNS);
+    stages.div_ceil(stages.div_ceil(Z_PARTS).max(PART_STAGES))
+}
+
+/// How `launch` is made on a device of `max_groups` and `room`.
+pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2], room: Room) -> Shape {
     let mut params = *launch.params();
     let kernel = launch.pipeline().kernel();
     let blocks = params.max_rank.div_ceil(RANKS);
-    let outputs = OUTPUTS >> blocks.saturating_sub(1).min(2);
-    let parts = params.max_out.div_ceil(outputs).div_ceil(THREADS / 32);
     let quads = params.tiles.div_ceil(TILES);
-    let clusters = |wanted: u32| wanted.min(max_groups[0] / CLUSTER) * CLUSTER;
     if matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand) {
         let words = launch.operands()[0].len() / 4;
+        let packs = words.saturating_sub(params.packs_at.into()) * 4 / size_of::<Pack>() as u64;
         // The tiles' place is free in these kernels: the number of packs.
-        params.tiles = match params.packs_at {
-            0 => params.rows,
-            at => (words.saturating_sub(at.into()) * 4 / size_of::<Pack>() as u64).min(u32::MAX.into()) as u32,
-        };
+        params.tiles = packs.min(u32::MAX.into()) as u32;
     }
-    // A batch of many rows seldom has as many packs: blocks take several where it does.
-    let turns = params.tiles.min(PACKS);
-    let (groups, threads) = match kernel {
-        Kernel::BgmvShrink => {
-            // By the columns alone: the order of a sum must not depend on anything else.
-            let chunks = params.in_features.div_ceil(CHUNK);
-            let warps = chunks.div_ceil(CLUSTER * CHUNKS).clamp(1, SHRINK_WARPS);
-            ([clusters(turns), blocks, params.sites], warps * 32)
+    // A block for each multiprocessor, or for each item of work where there are fewer.
+    let each = |items: u64| [(u64::from(params.tiles) * items).min(room.multiprocessors.into()) as u32, 1, 1];
+    let groups = match kernel {
+        Kernel::BgmvShrink => each(u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites)),
+        Kernel::BgmvExpand => {
+            let sites = &params.site[..params.sites as usize];
+            each(sites.iter().map(|site| u64::from(site.out_features.div_ceil(TILE_OUTPUTS))).sum())
         }
-        Kernel::BgmvExpand => ([parts, turns, params.sites], THREADS),
         // Up to rank 16 a cluster takes 16 ranks, else 32.
-        Kernel::SgmvShrink => ([clusters(quads), blocks.div_ceil(blocks.clamp(1, 2)), params.sites], THREADS),
-        Kernel::SgmvExpand => ([parts, quads.min(max_groups[1]), params.sites], THREADS),
+        Kernel::SgmvShrink => {
+            let clusters = quads.min(max_groups[0] / CLUSTER) * CLUSTER;
+            [clusters, blocks.div_ceil(blocks.clamp(1, 2)), params.sites]
+        }
+        Kernel::SgmvExpand => {
+            let outputs = OUTPUTS >> blocks.saturating_sub(1).min(2);
+            let parts = params.max_out.div_ceil(outputs).div_ceil(THREADS / 32);
+            [parts, quads.min(max_groups[1]), params.sites]
+        }
         Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits | Kernel::ExpertRows => {
             unreachable!("kernels without this variant")
         }
     };
-    Shape { groups, threads, params }
+    let (threads, shared) = block(kernel, params.max_rank, room);
+    Shape { groups, threads, shared, params }
 }
 
 /// What the launches that may still run write: those since the last one that waited for all before it.
@@ -150,31 +186,51 @@ mod tests {
         params
     }
 
-    #[test]
-    fn a_shrink_has_warps_by_its_columns_alone_and_a_cluster_for_each_row_or_pack() {
-        let operands: Vec<Region> = (1..6).map(memory).collect();
-        let shrink = pipeline(Kernel::BgmvShrink);
-        for (columns, warps) in [(1, 1), (1024, 1), (1025, 2), (4096, 4), (14336, 14), (65536, 16)] {
-            for rows in [1, 5] {
-                let params = Params { rows, ..params(columns, 8, 33) };
-                let shape = shape(&Launch::new(&shrink, &operands, params).unwrap(), [1 << 31, 65_535]);
-                assert_eq!((shape.threads, shape.groups), (warps * 32, [8 * rows, 3, 1]), "{columns} columns");
-            }
-        }
-        let packed = Params { packs_at: 40, ..params(64, 8, 16) };
-        let mut operands = operands;
-        operands[0] = operands[0].slice(0, 160 + 3 * 48).unwrap();
-        let shape = shape(&Launch::new(&shrink, &operands, packed).unwrap(), [1 << 31, 65_535]);
-        assert_eq!((shape.params.tiles, shape.groups[0]), (3, 24));
+    const H200: Room = Room { multiprocessors: 132, shared: 227 << 10 };
+
+    /// Blocks of a launch with `packs` packs.
+    fn groups(kernel: Kernel, params: Params, packs: u64) -> [u32; 3] {
+        let mut operands: Vec<Region> = (1..6).map(memory).collect();
+        operands[0] = operands[0].slice(0, 160 + packs * size_of::<Pack>() as u64).unwrap();
+        let pipeline = pipeline(kernel);
+        let launch = Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, ..params }).unwrap();
+        let shape = shape(&launch, [1 << 31, 65_535], H200);
+        assert_eq!(u64::from(shape.params.tiles), packs);
+        shape.groups
     }
 
     #[test]
-    fn an_expand_s_warps_cover_all_outputs_whatever_the_rank() {
-        let operands: Vec<Region> = (1..6).map(memory).collect();
-        let expand = pipeline(Kernel::BgmvExpand);
-        for (max_rank, blocks) in [(1, 8), (16, 8), (17, 16), (32, 16), (33, 32), (512, 32)] {
-            let launch = Launch::new(&expand, &operands, params(8, 4096, max_rank)).unwrap();
-            assert_eq!(shape(&launch, [1 << 31, 65_535]).groups, [blocks, 5, 1], "rank {max_rank}");
+    fn a_decode_shrink_has_parts_by_its_columns_alone_and_no_more_blocks_than_items_or_multiprocessors() {
+        for (columns, wanted) in
+            [(1, 1), (512, 1), (513, 2), (4096, 8), (8192, 16), (8193, 11), (14336, 14), (65536, 16)]
+        {
+            assert_eq!(parts(columns), wanted, "{columns} columns");
+            assert!(parts(columns) <= Z_PARTS);
+        }
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 33), 3), [8 * 3 * 3, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 33), 300), [132, 1, 1]);
+    }
+
+    #[test]
+    fn a_decode_expand_has_an_item_for_each_64_outputs_and_keeps_z_by_the_largest_rank() {
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [65, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 5), [132, 1, 1]);
+        let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - EXPAND_WARPS * EXPAND_RING;
+        assert_eq!([1, 16, 17, 64, 512].map(kept), [1, 1, 2, 4, 4].map(|chunks| EXPAND_WARPS * chunks * KEPT));
+    }
+
+    #[test]
+    fn a_shrink_and_an_expand_fit_beside_each_other_and_into_less_with_fewer_warps() {
+        let shared = |kernel, room| block(kernel, 512, room).1;
+        // 228 KiB a multiprocessor, of which each block takes one for itself.
+        let both = shared(Kernel::BgmvShrink, H200) + shared(Kernel::BgmvExpand, H200);
+        assert!(both + 2 * 1024 <= 228 * 1024, "{both}");
+        for limit in [48 << 10, 99 << 10] {
+            let room = Room { shared: limit, ..H200 };
+            for kernel in [Kernel::BgmvShrink, Kernel::BgmvExpand] {
+                let (threads, shared) = block(kernel, 512, room);
+                assert!(threads >= 32 && shared <= limit, "{threads} threads, {shared} bytes");
+            }
         }
     }
 

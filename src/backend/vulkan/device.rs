@@ -296,6 +296,7 @@ impl Candidate {
             layout: WeightLayout::SlotMajor,
             max_alloc,
             max_binding: u64::MAX,
+            z_parts: 0,
             binding_align: 1,
             max_groups: [limits.max_compute_work_group_count[0], limits.max_compute_work_group_count[1]],
             subgroup,

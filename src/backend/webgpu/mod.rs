@@ -494,5 +494,6 @@ fn caps(info: &wgpu::AdapterInfo, limits: &wgpu::Limits) -> Caps {
         binding_align: u64::from(limits.min_storage_buffer_offset_alignment).max(GRAIN),
         max_groups: [groups, groups],
         subgroup: [info.subgroup_min_size, info.subgroup_max_size],
+        z_parts: 0,
     }
 }
