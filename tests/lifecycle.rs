@@ -11,12 +11,12 @@ use lorapool::adapter::{Adapter, BaseModel, load};
 use lorapool::backend::{GpuBackend, Graph};
 use lorapool::manager::{LoraAdapterInput, LoraWeights};
 use lorapool::ops::{Applier, Matrix, Op, Output};
-use lorapool::pool::{Capacity, Plan, PoolSpec, SiteSpec};
+use lorapool::pool::{Capacity, Plan, PoolSpec, SiteKind, SiteSpec};
 
 const ROWS: u32 = 5;
 
 /// Adapters of the llama fixtures: every rank, scale, type and coverage that the loader accepts for that base.
-const FIXTURES: [&str; 14] = [
+const FIXTURES: [&str; 18] = [
     "01_plain_f32",
     "02_plain_f16",
     "03_plain_bf16",
@@ -29,6 +29,10 @@ const FIXTURES: [&str; 14] = [
     "11_all_linear",
     "12_exclude_modules",
     "16_lora_bias",
+    "18_embedding_lora",
+    "19_embedding_lora_nobase",
+    "20_modules_to_save",
+    "21_trainable_tokens",
     "23_dora",
     "26c_pattern_overlap",
 ];
@@ -65,10 +69,20 @@ impl Captured {
             gpu.submit(&mut |encoder| encoder.write(&region, &bytes)).unwrap();
             (region, bytes)
         };
+        // Tokens that adapters replace and one that none does.
+        let ids: Vec<u8> = [0u32, 5, 130, 3, 0].iter().flat_map(|id| id.to_le_bytes()).collect();
+        let tokens = gpu.alloc(ids.len() as u64, "ids").unwrap();
+        gpu.submit(&mut |encoder| encoder.write(&tokens, &ids)).unwrap();
+        let head = |site: &SiteSpec| &*site.id.path == "lm_head";
         let site = |(i, site): (usize, &SiteSpec)| {
-            let x = Matrix::new(upload(site.in_features, i as u32).0, site.in_features);
-            let (origin, base) = upload(site.out_features, 100 + i as u32);
-            let y = Matrix::new(gpu.alloc(origin.len(), "y").unwrap(), site.out_features);
+            // A table of tokens gives rows, and a head logits; of both a pool keeps rows of the hidden width.
+            let (inputs, outputs) = match site.is_token_rows() && !head(site) {
+                true => (1, site.in_features),
+                false => (site.in_features, site.out_features),
+            };
+            let x = Matrix::new(upload(inputs, i as u32).0, inputs);
+            let (origin, base) = upload(outputs, 100 + i as u32);
+            let y = Matrix::new(gpu.alloc(origin.len(), "y").unwrap(), outputs);
             (x, origin, y, base)
         };
         let all: Vec<_> = pool.sites().iter().enumerate().map(site).collect();
@@ -76,7 +90,19 @@ impl Captured {
             .capture(&mut |encoder| {
                 for (i, (x, origin, y, _)) in all.iter().enumerate() {
                     encoder.copy(y.region(), origin)?;
-                    applier.encode(encoder, pool, op, capacity, x, &[Output { site: i, y }])?;
+                    let (site, output) = (&pool.sites()[i], Output { site: i, y });
+                    match site.kind {
+                        SiteKind::Linear => applier.encode(encoder, pool, op, capacity, x, &[output])?,
+                        SiteKind::Embedding => {
+                            applier.encode_embedding(encoder, pool, op, capacity, &tokens, output)?
+                        }
+                        SiteKind::TokenRows { .. } if head(site) => {
+                            applier.encode_logits(encoder, pool, capacity, x, output)?
+                        }
+                        SiteKind::TokenRows { .. } => {
+                            applier.encode_token_rows(encoder, pool, capacity, &tokens, output)?
+                        }
+                    }
                 }
                 Ok(())
             })
@@ -120,7 +146,10 @@ fn after_any_other_adapter_a_slot_gives_the_bits_of_a_fresh_pool_and_one_capture
                     let found = step.replay([1, 1, -1, 1, -1]);
                     assert_eq!(found, fresh[index], "{backend} {}: {second} after {first}", op.name());
                     for (site, base) in weights.storage().sites().iter().zip(found.iter().zip(&step.base)) {
-                        let covered = q.pairs.iter().any(|pair| pair.site == site.id);
+                        let covered = match site.is_token_rows() {
+                            true => q.tokens.iter().any(|tokens| tokens.site == site.id),
+                            false => q.pairs.iter().any(|pair| pair.site == site.id),
+                        };
                         let (found, base) = base;
                         assert!(covered || found == base, "{backend}: {second} does not cover {}", site.id.path);
                     }

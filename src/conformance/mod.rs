@@ -20,12 +20,14 @@ mod pooled;
 pub mod raw;
 mod report;
 mod routed;
+mod tables;
 mod token_pool;
 mod tokens;
 
 pub use case::{Case, Mix, Ranks, Values};
 pub use data::{Absent, Data, Dice, HostPair};
 pub use report::{Failure, Outcome, Report};
+pub use tables::check_tables;
 
 pub use crate::ops::Op;
 

@@ -226,13 +226,19 @@ impl<'b> Bench<'b> {
 
 /// What a table is read by.
 #[derive(Clone, Copy)]
-enum Input<'a> {
+pub(super) enum Input<'a> {
     Token(u32),
     Row(&'a [f32]),
 }
 
 /// `y + scale * B * (A x)`, where x is a row, or picks a column of A.
-fn added(pair: &HostPair, input: Input<'_>, row_scale: f32, y: &[f32], (act, dtype): (DType, DType)) -> Expected {
+pub(super) fn added(
+    pair: &HostPair,
+    input: Input<'_>,
+    row_scale: f32,
+    y: &[f32],
+    (act, dtype): (DType, DType),
+) -> Expected {
     let stored =
         |matrix: &HostMatrix| matrix.values().into_iter().map(|v| f64::from(dtype.round(v))).collect::<Vec<_>>();
     let (a, b, rank, columns) = (stored(&pair.a), stored(&pair.b), pair.rank(), pair.in_features());

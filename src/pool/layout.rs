@@ -462,6 +462,8 @@ mod tests {
             for place in &all {
                 prop_assert!(place.offset % 16 == 0 && place.offset + place.len <= layout.blocks()[place.block]);
             }
+            // B of token rows is empty.
+            all.retain(|p| p.len > 0);
             all.sort_by_key(|p| (p.block, p.offset));
             for pair in all.windows(2) {
                 prop_assert!(pair[0].block != pair[1].block || pair[0].offset + pair[0].len <= pair[1].offset);

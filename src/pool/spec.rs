@@ -141,11 +141,8 @@ impl PoolSpec {
     /// A pool for any adapter of a base: every linear is a site, with room for vectors. Where no adapter will have
     /// `lora_bias` or DoRA, set [`PoolSpec::vectors`] to `false` and save that room.
     ///
-    /// So are its embeddings, and the input embedding and the
-    /// head have room for [`TOKEN_ROWS`] replaced rows, kept in the type of the base's own table (f32 where that is not
-    /// known).
-    ///
-    /// In every slot an embedding takes `vocabulary * max_rank` elements, which for 128k tokens and rank 64 is 16 MiB in a
+    /// Its embeddings are sites too, and the input embedding and the head have room for [`TOKEN_ROWS`] replaced rows, kept
+    /// in the type of the base's own table (f32 where that is not known). In every slot an embedding takes `vocabulary * max_rank` elements, which for 128k tokens and rank 64 is 16 MiB in a
     /// 2-byte type, and the two tables take 256 rows each: see [`PoolSpec::without_embeddings`],
     /// [`PoolSpec::without_token_rows`], [`PoolSpec::with_token_rows`].
     pub fn for_base(base: &BaseModel, max_rank: u32, max_loras: u32, dtype: DType) -> Self {

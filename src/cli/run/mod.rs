@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use clap::Args;
 use lorapool::adapter::{Adapter, BaseModel};
-use lorapool::conformance::Dice;
 use lorapool::conformance::oracle::Check;
+use lorapool::conformance::{Dice, check_tables};
 use lorapool::manager::{LoraAdapterInput, LoraWeights};
 use lorapool::ops::Op;
 use lorapool::pool::Plan;
@@ -86,7 +86,15 @@ impl Run {
         let gpu = self.device.open()?;
         let Cast { base, resident, next } = self.cast()?;
         let max_loras = resident.len() as u32;
-        let spec = adapters::pool_spec(base.as_ref(), resident.iter().chain([&next]), max_loras, self.dtype)?;
+        let all = resident.iter().chain([&next]);
+        let mut spec = adapters::pool_spec(base.as_ref(), all.clone(), max_loras, self.dtype)?;
+        // Tables of tokens are large: only what some adapter has.
+        if !all.clone().any(|named| named.adapter.pairs.iter().any(|pair| pair.embedding)) {
+            spec = spec.without_embeddings();
+        }
+        if !all.clone().any(|named| !named.adapter.tokens.is_empty()) {
+            spec = spec.without_token_rows();
+        }
         let start = Instant::now();
         let inputs: Vec<_> =
             resident.iter().map(|named| LoraAdapterInput { name: &named.name, adapter: &named.adapter }).collect();
@@ -104,9 +112,11 @@ impl Run {
         let mut passes = Vec::new();
         let mut first = Check::default();
         let mut check_all = |weights: &LoraWeights, resident: Vec<&Adapter>, swapped: bool| -> Result<(), Failure> {
-            let bench = Bench::new(&gpu, weights.storage(), &step, resident, self.seed);
+            let bench = Bench::new(&gpu, weights.storage(), &step, resident.clone(), self.seed);
             for (op, plan) in &plans {
-                let check = bench.check(*op, plan, &mut progress)?;
+                let mut check = bench.check(*op, plan, &mut progress)?;
+                let tables = (*op, plan);
+                check.merge(check_tables(&*gpu, weights.storage(), &resident, tables, self.dtype, self.seed)?);
                 let time = step.time(*op, self.steps as usize)?;
                 passes.push(Pass::new(*op, swapped, &check, time));
                 first.merge(check);
