@@ -6,12 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::backends;
-use lorapool::DType;
 use lorapool::adapter::{Adapter, BaseModel, load};
 use lorapool::backend::{GpuBackend, Graph};
 use lorapool::manager::{LoraAdapterInput, LoraWeights};
-use lorapool::ops::{Applier, Matrix, Op, Output};
-use lorapool::pool::{Capacity, Plan, PoolSpec, SiteKind, SiteSpec};
+use lorapool::ops::{Applier, ExpertApplier, ExpertInput, Experts, Matrix, Op, Output, Routing};
+use lorapool::pool::{Capacity, ExpertSite, ExpertSpec, Plan, PoolSpec, SiteKind, SiteSpec};
+use lorapool::{DType, Region};
 
 const ROWS: u32 = 5;
 
@@ -197,4 +197,129 @@ fn a_captured_graph_stays_right_through_evictions_reordered_rows_and_base_rows()
             }
         }
     }
+}
+
+/// Sites of experts in order, a token a row, one of its experts each; captured once.
+struct Routed {
+    gpu: Arc<dyn GpuBackend>,
+    tokens: Applier,
+    graph: Box<dyn Graph>,
+    experts: Region,
+    outputs: Vec<Matrix>,
+    base: Vec<Vec<u8>>,
+}
+
+impl Routed {
+    fn new(weights: &LoraWeights, op: Op) -> Self {
+        let (gpu, storage) = (weights.gpu(), weights.storage());
+        let pool = storage.experts().unwrap();
+        let capacity = Capacity { rows: ROWS, tiles: ROWS };
+        let tokens = Applier::new(&**gpu, storage, DType::F32, capacity).unwrap();
+        let applier = ExpertApplier::new(&**gpu, pool, DType::F32, ROWS).unwrap();
+        let experts = gpu.alloc(4 * u64::from(ROWS), "experts").unwrap();
+        let upload = |width: u32, salt: u32| {
+            let value = |i: u32| ((i * 29 + salt * 17) % 64) as f32 / 64.0 - 0.5;
+            let bytes: Vec<u8> = (0..ROWS * width).flat_map(|i| value(i).to_le_bytes()).collect();
+            let region = gpu.alloc(bytes.len() as u64, "activations").unwrap();
+            gpu.submit(&mut |encoder| encoder.write(&region, &bytes)).unwrap();
+            (region, bytes)
+        };
+        let site = |(i, site): (usize, &ExpertSite)| {
+            let x = Matrix::new(upload(site.in_features, i as u32).0, site.in_features);
+            let (origin, base) = upload(site.out_features, 100 + i as u32);
+            let y = Matrix::new(gpu.alloc(origin.len(), "y").unwrap(), site.out_features);
+            (x, origin, y, base)
+        };
+        let all: Vec<_> = pool.sites().iter().enumerate().map(site).collect();
+        let graph = gpu
+            .capture(&mut |encoder| {
+                for (i, (x, origin, y, _)) in all.iter().enumerate() {
+                    encoder.copy(y.region(), origin)?;
+                    let count = pool.sites()[i].experts;
+                    let expert = Experts::ByRow(&experts);
+                    let routing = Routing { rows: ROWS, experts: count, top_k: 1, expert, places: None };
+                    applier.encode_rows(encoder, pool, &tokens, capacity, &routing)?;
+                    let outputs = [Output { site: i, y }];
+                    applier.encode(encoder, pool, op, ROWS, ROWS, ExpertInput::Tokens(x), &outputs)?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        let (outputs, base) = all.into_iter().map(|(_, _, y, base)| (y, base)).unzip();
+        Self { gpu: gpu.clone(), tokens, graph, experts, outputs, base }
+    }
+
+    /// Replays the step for these tokens and experts; each site's outputs.
+    fn replay(&self, slots: [i32; ROWS as usize], experts: [u32; ROWS as usize]) -> Vec<Vec<u8>> {
+        let plan = Plan::from_slots(slots);
+        let capacity = self.tokens.capacity();
+        self.gpu
+            .submit(&mut |encoder| {
+                encoder.write(&self.experts, bytemuck::cast_slice(&experts))?;
+                self.tokens.write_batch(encoder, &plan, capacity)
+            })
+            .unwrap();
+        self.graph.replay().unwrap();
+        self.outputs.iter().map(|y| self.gpu.read(y.region()).unwrap()).collect()
+    }
+}
+
+#[test]
+fn after_any_other_adapter_a_slot_has_the_experts_of_its_own_and_no_others() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let base = BaseModel::open(root.join("_base/mixtral")).unwrap();
+    let open = |name: &'static str| (name, load(root.join(name), Some(&base)).unwrap());
+    let mut adapters: Vec<_> =
+        ["24_moe_target_params_mixtral", "26_moe_router", "41_moe_v4_per_expert_keys"].into_iter().map(open).collect();
+    // One of a few experts of one layer.
+    let few = adapters[0].1.experts.iter().filter(|pair| pair.site.layer == 1 && pair.expert % 3 == 0).cloned();
+    adapters.push(("few", Adapter::from_pairs(Vec::new()).with_experts(few.collect())));
+    let all = || adapters.iter().map(|(_, adapter)| adapter);
+    let experts = || ExpertSpec::for_adapters(all(), DType::F32).unwrap().map(|spec| spec.over(&base));
+    let (slots, routed) = ([0, 0, -1, 0, -1], [0, 3, 1, 2, 0]);
+    for gpu in backends() {
+        let backend = gpu.caps().backend;
+        for op in Op::ALL {
+            let load = |max_loras: u32, inputs: &[LoraAdapterInput<'_>]| {
+                LoraWeights::load_with_experts(&gpu, spec(&adapters, max_loras), experts(), inputs).unwrap()
+            };
+            let fresh: Vec<_> = adapters
+                .iter()
+                .map(|(name, adapter)| {
+                    let weights = load(1, &[LoraAdapterInput { name, adapter }]);
+                    assert!(weights.expert_pool.is_some() && weights.expert_pool_bytes > 0);
+                    Routed::new(&weights, op).replay(slots, routed)
+                })
+                .collect();
+            let mut weights = load(2, &[]);
+            let step = Routed::new(&weights, op);
+            assert_eq!(step.replay([-1; ROWS as usize], routed), step.base, "{backend}: nothing loaded, nothing added");
+            for (first, p) in &adapters {
+                for (index, (second, q)) in adapters.iter().enumerate() {
+                    weights.swap(1, LoraAdapterInput { name: first, adapter: p }).unwrap();
+                    step.replay([1; ROWS as usize], routed);
+                    weights.swap(1, LoraAdapterInput { name: second, adapter: q }).unwrap();
+                    let found = step.replay(slots.map(|slot| if slot < 0 { slot } else { 1 }), routed);
+                    assert_eq!(found, fresh[index], "{backend} {}: {second} after {first}", op.name());
+                }
+            }
+            weights.clear(1).unwrap();
+            assert_eq!(step.replay([1; ROWS as usize], routed), step.base, "{backend}: an emptied slot adds nothing");
+        }
+    }
+}
+
+#[test]
+fn without_experts_there_is_no_pool_of_them_and_an_adapter_that_has_some_is_refused() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let base = BaseModel::open(root.join("_base/mixtral")).unwrap();
+    let open = |name: &str| load(root.join(name), Some(&base)).unwrap();
+    let (router, experts) = (open("26_moe_router"), open("24_moe_target_params_mixtral"));
+    let gpu = lorapool::backend::open("cpu", 0).unwrap();
+    let spec = PoolSpec::for_adapters([&router, &experts], 2, DType::F32).unwrap();
+    let mut weights = LoraWeights::load(&gpu, spec, &[LoraAdapterInput { name: "router", adapter: &router }]).unwrap();
+    assert_eq!((weights.expert_pool, weights.expert_pool_bytes), (None, 0));
+    let refused = weights.swap(1, LoraAdapterInput { name: "experts", adapter: &experts }).unwrap_err();
+    assert!(refused.to_string().contains("mlp.experts"), "{refused}");
+    assert_eq!(weights.adapter_names(), ["router"]);
 }

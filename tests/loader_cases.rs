@@ -249,7 +249,7 @@ fn tensors_that_are_no_pair_are_named() {
             vec![2],
             Code::TrainableTokens,
         ),
-        ("base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight".into(), vec![2, 8], Code::ExpertLora),
+        ("base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight".into(), vec![2, 8], Code::Unpaired),
         ("base_model.model.model.norm.weight".into(), vec![8], Code::UnknownTensor),
         ("lora_A.weight".into(), vec![2, 8], Code::UnknownTensor),
         (String::new(), vec![1], Code::UnknownTensor),

@@ -88,7 +88,7 @@ fn an_alpha_tensor_that_contradicts_the_config_or_belongs_nowhere_is_named() {
         &["alpha", "NaN"],
     );
     let experts = "model.layers.0.mlp.experts.0.w1";
-    assert_refused(pairs().alpha(experts, "F32", &[], &four).load(None), Code::ExpertLora, &[experts]);
+    assert_refused(pairs().alpha(experts, "F32", &[], &four).load(None), Code::Unpaired, &[experts]);
     let mut twice = pairs().alpha(Q, "F32", &[], &four);
     twice.tensors.push((format!("{Q}.alpha"), "F32", vec![], four.to_vec()));
     assert_refused(twice.load(None), Code::TensorDuplicate, &[Q]);

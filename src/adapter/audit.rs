@@ -124,6 +124,30 @@ impl AuditTokens {
 /// Token ids that an audit shows of each table.
 const IDS: usize = 16;
 
+/// A routed linear some of whose experts the adapter would change.
+#[derive(Clone, Debug, Serialize)]
+pub struct AuditExperts {
+    /// Where.
+    #[serde(flatten)]
+    pub site: SiteId,
+    /// How many experts it changes.
+    pub adapted: usize,
+    /// Of how many.
+    pub experts: usize,
+    /// Largest of their ranks.
+    pub rank: usize,
+    /// Scale of the first.
+    pub scale: f32,
+    /// Width of the input.
+    #[serde(rename = "in")]
+    pub in_features: usize,
+    /// Width of the output.
+    #[serde(rename = "out")]
+    pub out_features: usize,
+    /// Bytes of their A and B in the file's element types.
+    pub bytes: u64,
+}
+
 /// The findings. Serialises to the JSON of `lorapool audit --json`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Audit {
@@ -143,6 +167,8 @@ pub struct Audit {
     pub sites: Vec<AuditSite>,
     /// Replaced rows, table by table; empty for a rejected adapter.
     pub tokens: Vec<AuditTokens>,
+    /// Its routed linears, in natural order of their paths; empty for a rejected adapter.
+    pub experts: Vec<AuditExperts>,
     /// Bytes of all pairs at their true ranks and of all replaced rows in the file's element types, each matrix and vector
     /// rounded up to 16 bytes: the least that a slot can take. A pool pads every slot to its own maximum rank.
     pub slot_bytes: u64,
@@ -185,6 +211,7 @@ impl Audit {
             fates: Vec::new(),
             sites: Vec::new(),
             tokens: Vec::new(),
+            experts: Vec::new(),
             slot_bytes: 0,
             digest: None,
             config: loader.config,
@@ -208,6 +235,7 @@ impl Audit {
             sites,
             slot_bytes: adapter.pairs.iter().map(least_bytes).chain(tokens.iter().map(|tokens| tokens.bytes)).sum(),
             tokens,
+            experts: AuditExperts::of(adapter),
             digest: Some(adapter.digest.iter().map(|byte| format!("{byte:02x}")).collect()),
             config: Some(adapter.config.clone()),
         }
@@ -219,6 +247,42 @@ fn least_bytes(pair: &HostPair) -> u64 {
     let matrices = [&pair.a, &pair.b].map(|matrix| (matrix.bytes.len() as u64).next_multiple_of(16));
     let vectors = if pair.vectors.is_some() { 2 * 4 * vector_len(pair.out_features() as u32) } else { 0 };
     matrices.into_iter().sum::<u64>() + vectors
+}
+
+impl AuditExperts {
+    fn of(adapter: &Adapter) -> Vec<Self> {
+        let mut all: Vec<Self> = Vec::new();
+        // Experts of one linear are neighbours.
+        for pair in &adapter.experts {
+            if all.last().is_none_or(|last| last.site != pair.site) {
+                all.push(Self {
+                    site: pair.site.clone(),
+                    adapted: 0,
+                    experts: pair.experts as usize,
+                    rank: 0,
+                    scale: pair.scale,
+                    in_features: pair.in_features(),
+                    out_features: pair.out_features(),
+                    bytes: 0,
+                });
+            }
+            let Some(line) = all.last_mut() else { continue };
+            line.adapted += 1;
+            line.rank = line.rank.max(pair.rank());
+            line.bytes += (pair.a.bytes.len() + pair.b.bytes.len()) as u64;
+        }
+        all
+    }
+
+    /// Bytes that an adapter's experts take in a slot of a pool whose largest rank is theirs.
+    pub fn pool_bytes(lines: &[Self], dtype: DType) -> u64 {
+        let stride = lines.iter().map(|line| line.rank).max().unwrap_or(0).next_multiple_of(8) as u64;
+        let bytes = |line: &Self| {
+            let inputs = line.in_features.next_multiple_of(8) as u64;
+            line.adapted as u64 * stride * (inputs + line.out_features as u64) * dtype.size()
+        };
+        lines.iter().map(bytes).sum()
+    }
 }
 
 impl AuditSite {

@@ -14,6 +14,7 @@ use super::file;
 use super::header::{Header, TensorInfo};
 use super::json::{Json, Limits, excerpt};
 use super::reject::{Code, Loaded, Reject};
+use super::routed::Routed;
 use super::site::{SiteId, natural};
 use super::source::bytes_of;
 use super::tokens::{ServedTable, ServedTables};
@@ -90,6 +91,7 @@ pub struct BaseModel {
     conv1d: bool,
     /// Weights of the host's.
     pub(super) values: Option<Arc<dyn BaseWeights>>,
+    pub(super) routed: Routed,
 }
 
 impl BaseModel {
@@ -108,9 +110,9 @@ impl BaseModel {
     /// # Errors
     /// [`Code::BaseConflict`] where two of them give one site different widths.
     pub fn infer<'a>(adapters: impl IntoIterator<Item = &'a Adapter>) -> Result<Self> {
+        let adapters: Vec<&Adapter> = adapters.into_iter().collect();
         let mut shapes: HashMap<&str, (usize, usize)> = HashMap::new();
-        let pairs = adapters.into_iter().flat_map(|adapter| &adapter.pairs);
-        for pair in pairs.filter(|pair| !pair.embedding) {
+        for pair in adapters.iter().flat_map(|adapter| &adapter.pairs).filter(|pair| !pair.embedding) {
             let shape = (pair.in_features(), pair.out_features());
             let known = *shapes.entry(&pair.site.path).or_insert(shape);
             if known != shape {
@@ -122,7 +124,8 @@ impl BaseModel {
             }
         }
         let shapes = shapes.into_iter().map(|(path, (inputs, outputs))| (path.to_owned(), inputs, outputs)).collect();
-        Ok(Self::of_linears("the adapters themselves".to_owned(), shapes))
+        let routed = Routed::infer(adapters.iter().flat_map(|adapter| &adapter.experts))?;
+        Ok(Self { routed, ..Self::of_linears("the adapters themselves".to_owned(), shapes) })
     }
 
     fn of_linears(source: String, mut shapes: Vec<(String, usize, usize)>) -> Self {
@@ -240,6 +243,7 @@ impl BaseModel {
                 }
             }
         }
+        let routed = Routed::new(config.as_ref(), weights.iter().map(|(name, tensor)| (name.as_str(), &*tensor.shape)));
         let derived = config.as_ref().map(|config| family::linears(&config_path, config));
         let attention = config.as_ref().and_then(|config| family::attention(&config_path, config).ok());
         let mut shapes: HashMap<String, (usize, usize)> = HashMap::new();
@@ -263,6 +267,9 @@ impl BaseModel {
                 // Widths of packed weights are not in their shapes; those of the config stand in.
                 let derived = derived.and_then(Result::ok).unwrap_or_default();
                 for (path, module) in modules(config.as_ref(), &weights) {
+                    if routed.is_part(path) {
+                        continue;
+                    }
                     match (module, derived.linears.get(path)) {
                         (Module::Linear(inputs, outputs), _) => _ = shapes.insert(path.to_owned(), (inputs, outputs)),
                         (Module::Other(Other::Packed), Some(shape)) => _ = shapes.insert(path.to_owned(), *shape),
@@ -287,8 +294,9 @@ impl BaseModel {
             .collect();
         embeddings.sort_by(|a, b| natural(&a.site.path, &b.site.path));
         let conv1d = stored_in_out(config.as_ref(), &weights);
-        let base = Self { others, weights, tied, attention, embeddings, conv1d, ..Self::of_linears(source, shapes) };
-        if base.linears.is_empty() {
+        let base =
+            Self { others, weights, tied, attention, embeddings, conv1d, routed, ..Self::of_linears(source, shapes) };
+        if base.linears.is_empty() && base.experts().is_empty() {
             let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
             return Err(Reject::new(Code::BaseFile, message));
         }

@@ -290,7 +290,7 @@ impl Reading<'_> {
 
 impl<'p> From<&'p (HostPair, Range<usize>)> for Block<'p> {
     fn from((pair, rows): &'p (HostPair, Range<usize>)) -> Self {
-        Self { pair, first_row: rows.start, scale: pair.scale.into() }
+        Self { a: &pair.a, b: &pair.b, first_row: rows.start, scale: pair.scale.into() }
     }
 }
 

@@ -92,12 +92,9 @@ impl Reading<'_> {
         };
         match key.part {
             Part::A | Part::B | Part::Alpha if key.module.is_empty() => refuse(Code::UnknownTensor, "names no module"),
-            Part::A | Part::B | Part::Alpha => match self.parameter(key.module) {
-                Some(code) => refuse(code, &format!("is for {}", key.module)),
-                None if key.part == Part::A => Ok(Use::A),
-                None if key.part == Part::B => Ok(Use::B),
-                None => Ok(Use::Alpha),
-            },
+            Part::A => Ok(Use::A),
+            Part::B => Ok(Use::B),
+            Part::Alpha => Ok(Use::Alpha),
             Part::BiasOfB if self.config.lora_bias => Ok(Use::Bias),
             Part::BiasOfB => unasked(Code::LoraBias, "is a bias of lora_B", "lora_bias"),
             Part::EmbeddingA | Part::EmbeddingB | Part::TokenRows if key.module.is_empty() => {
@@ -130,16 +127,6 @@ impl Reading<'_> {
             }
             Part::Original | Part::Unknown => refuse(Code::UnknownTensor, "has no place"),
         }
-    }
-
-    /// Modules that are no linears: expert weights and other parameters.
-    fn parameter(&self, module: &str) -> Option<Code> {
-        if module.split('.').any(|segment| segment == "experts") {
-            return Some(Code::ExpertLora);
-        }
-        let module = module.strip_suffix(".base_layer").unwrap_or(module);
-        let of = |parameter: &String| parameter.rsplit_once('.').is_some_and(|(owner, _)| names(owner, module));
-        self.config.target_parameters.iter().any(of).then_some(Code::RouterLora)
     }
 
     /// A whole weight or bias: a task's head is the host's, anything else would be lost.

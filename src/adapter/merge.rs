@@ -12,6 +12,7 @@ use indexmap::IndexMap;
 
 use super::base::BaseModel;
 use super::config::{PeftAdapterConfig, Targets};
+use super::expert::ExpertPair;
 use super::load::load;
 use super::reject::{Code, Loaded, Reject};
 use super::site::SiteId;
@@ -97,7 +98,7 @@ fn merge(parts: Vec<Part<'_>>) -> Result<Adapter> {
         notices.extend(part.adapter.notices.iter().cloned());
     }
     let config = config(&parts, &pairs);
-    let mut merged = Adapter::new(config, 0.0, pairs, Vec::new());
+    let mut merged = Adapter::new(config, 0.0, pairs, Vec::new()).with_experts(experts(&parts)?);
     merged.scale = merged.config.scaling() as f32;
     let named = |part: &Part<'_>| format!("{} times {}", part.name, part.weight);
     let message = format!(
@@ -160,8 +161,10 @@ fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
         );
         return Err(Reject::new(Code::Merge, message));
     }
-    let blocks: Vec<_> =
-        addends.iter().map(|(part, pair)| Block { pair, first_row: 0, scale: scale(part, pair) }).collect();
+    let blocks: Vec<_> = addends
+        .iter()
+        .map(|(part, pair)| Block { a: &pair.a, b: &pair.b, first_row: 0, scale: scale(part, pair) })
+        .collect();
     let (a, b, scale) = stack(&blocks, pair.out_features());
     let vectors = offsets(path, addends)?;
     Ok(HostPair { embedding: pair.embedding, vectors, ..HostPair::new(site, a, b, scale) })
@@ -192,6 +195,52 @@ fn offsets(path: &str, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<Option<RowV
             Err(Reject::new(Code::Merge, message))
         }
     }
+}
+
+/// The sums of experts' pairs, expert by expert.
+fn experts(parts: &[Part<'_>]) -> Loaded<Vec<ExpertPair>> {
+    let mut by_expert: BTreeMap<(&str, u32), Vec<(&Part<'_>, &ExpertPair)>> = BTreeMap::new();
+    for part in parts {
+        for pair in &part.adapter.experts {
+            by_expert.entry((&pair.site.path, pair.expert)).or_default().push((part, pair));
+        }
+    }
+    let mut sums = Vec::with_capacity(by_expert.len());
+    for ((path, expert), addends) in by_expert {
+        let (first, pair) = addends[0];
+        let widths = |pair: &ExpertPair| (pair.in_features(), pair.out_features());
+        if let Some((part, other)) = addends.iter().find(|(_, other)| widths(other) != widths(pair)) {
+            let message = format!(
+                "expert {expert} of {path}: {:?} inputs and outputs in {}, {:?} in {}; they are for different bases",
+                widths(pair),
+                first.name,
+                widths(other),
+                part.name
+            );
+            return Err(Reject::new(Code::BaseConflict, message));
+        }
+        let rank: usize = addends.iter().map(|(_, pair)| pair.rank()).sum();
+        if rank > MAX_RANK as usize {
+            let message = format!("expert {expert} of {path}: ranks add up to {rank}, expected at most {MAX_RANK}");
+            return Err(Reject::new(Code::RankLimit, message));
+        }
+        let scale = |part: &Part<'_>, pair: &ExpertPair| f64::from(part.weight) * f64::from(pair.scale);
+        if let Some((part, pair)) = addends.iter().find(|(part, pair)| !(scale(part, pair) as f32).is_finite()) {
+            let message = format!(
+                "expert {expert} of {path}: weight {:e} of {} times its scale {:e} is beyond the range of f32",
+                part.weight, part.name, pair.scale
+            );
+            return Err(Reject::new(Code::Merge, message));
+        }
+        let blocks: Vec<_> = addends
+            .iter()
+            .map(|(part, pair)| Block { a: &pair.a, b: &pair.b, first_row: 0, scale: scale(part, pair) })
+            .collect();
+        let (a, b, scale) = stack(&blocks, pair.out_features());
+        let experts = addends.iter().map(|(_, pair)| pair.experts).max().unwrap_or(0);
+        sums.push(ExpertPair { site: pair.site.clone(), expert, experts, a, b, scale });
+    }
+    Ok(sums)
 }
 
 /// What an adapter with these pairs would say of itself: one rank and one alpha, and patterns for sites that differ.

@@ -1,5 +1,6 @@
 //! One adapter's tensors being read into an [`Adapter`].
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use safetensors::Dtype;
@@ -7,6 +8,7 @@ use safetensors::Dtype;
 use super::alpha::Alphas;
 use super::base::BaseModel;
 use super::config::PeftAdapterConfig;
+use super::experts::{Sides, is_parameter, is_routed};
 use super::float::Float;
 use super::fused;
 use super::header::TensorInfo;
@@ -14,6 +16,7 @@ use super::json::excerpt;
 use super::judge::Use;
 use super::keys::{Key, Part};
 use super::load::CONFIG;
+use super::pattern::names;
 use super::reject::{Code, Loaded, Reject};
 use super::resolve::{Home, Wanted, resolve};
 use super::site::SiteId;
@@ -88,6 +91,9 @@ impl Reading<'_> {
             sides.contains_key(&(module, false)) || sides.contains_key(&(module, true))
         })?;
         vectors.check_owners(&self, &sides)?;
+        let (routed, pairs): (Vec<_>, Vec<_>) =
+            pairs.into_iter().partition(|(module, embedding, ..)| !embedding && is_routed(module));
+        self.check_plain_experts(routed.first().map(|(_, _, a, _)| *a))?;
         // Shapes before places: a damaged tensor is named as such whatever the base.
         // Where the file itself rates every module, patterns only tell others what it said.
         let unrated = PeftAdapterConfig::default();
@@ -98,7 +104,7 @@ impl Reading<'_> {
         for (module, embedding, a, b) in pairs {
             let (rank, scale) = match self.source.rated.as_ref().and_then(|rated| rated.get(module)) {
                 Some(rated) => *rated,
-                None => scales.of(module).map_err(|e| self.pattern(e))?,
+                None => scales.of(&self.pattern_name(module)).map_err(|e| self.pattern(e))?,
             };
             self.check_pair(module, a, b, rank)?;
             let scale = alphas.scale(&self, module, &scales, rank, scale)?;
@@ -106,6 +112,10 @@ impl Reading<'_> {
             self.narrow_scale(module, scale)?;
             rated.push((module, embedding, a, b, scale));
         }
+        let sides = routed.iter().map(|(module, _, a, b)| Sides { module, a, b }).collect();
+        let (experts, expert_paths) = self.experts(sides, &scales, |reading, module, rank, scale| {
+            alphas.scale(reading, module, &scales, rank, scale)
+        })?;
         alphas.note(&mut self);
         let home = |embedding: bool| if embedding { Home::Embedding } else { Home::Linear };
         let of_pairs = rated.iter().map(|(_, embedding, a, ..)| (*a, home(*embedding)));
@@ -115,9 +125,13 @@ impl Reading<'_> {
         let wanted: Vec<_> = wanted
             .map(|(tensor, home)| Wanted { name: source.written(tensor), key: Key::parse(&tensor.name), home })
             .collect();
-        let paths = resolve(&self.source.name, &wanted, self.base, self.notices)?;
+        let mut paths = resolve(&self.source.name, &wanted, self.base, self.notices)?;
         let sites = self.sites(rated.iter().map(|(module, ..)| paths[module].as_str()));
-        self.check_targets(rated.iter().map(|(module, ..)| *module));
+        let by_parameter = |module: &str| *self.pattern_name(module) != *module || is_parameter(module);
+        let modules = rated.iter().map(|(module, ..)| *module).chain(routed.iter().map(|(module, ..)| *module));
+        let modules: Vec<_> = modules.filter(|module| !by_parameter(module)).collect();
+        self.check_targets(modules.into_iter());
+        paths.extend(expert_paths);
         let mut host = Vec::with_capacity(rated.len());
         for ((module, embedding, a, b, scale), site) in rated.into_iter().zip(sites) {
             self.check_base(&site, embedding, a, b)?;
@@ -164,7 +178,8 @@ impl Reading<'_> {
         if !copies.is_empty() {
             self.note("N_BASE_COPY", format!("equal to the base's own and passed over: {}", listed(&copies)));
         }
-        let mut adapter = Adapter::new(self.config.clone(), scale, host, unapplied).with_raw_tokens(raw_tokens);
+        let mut adapter =
+            Adapter::new(self.config.clone(), scale, host, unapplied).with_raw_tokens(raw_tokens).with_experts(experts);
         adapter.tensors = fates;
         self.compare(adapter)
     }
@@ -181,8 +196,17 @@ impl Reading<'_> {
         Reject::new(Code::ConfigPattern, format!("{} beside {}: {error}", CONFIG, self.source.name))
     }
 
+    /// What patterns match for a module: its path, or its parameter's where `target_parameters` names that.
+    fn pattern_name<'m>(&self, module: &'m str) -> Cow<'m, str> {
+        let parameter = format!("{module}.weight");
+        match self.config.target_parameters.iter().any(|entry| names(entry, &parameter)) {
+            true => parameter.into(),
+            false => module.into(),
+        }
+    }
+
     /// Dimensions of a pair, and its rank against the config's.
-    fn check_pair(&self, module: &str, a: &TensorInfo, b: &TensorInfo, rank: usize) -> Loaded<()> {
+    pub(super) fn check_pair(&self, module: &str, a: &TensorInfo, b: &TensorInfo, rank: usize) -> Loaded<()> {
         for (tensor, part, expected) in [(a, "lora_A", "[rank, in]"), (b, "lora_B", "[out, rank]")] {
             let shape = &tensor.shape;
             let (code, why) = match shape.len() {
@@ -229,7 +253,7 @@ impl Reading<'_> {
     }
 
     /// The scale as kernels take it.
-    fn narrow_scale(&self, module: &str, scale: f64) -> Loaded<f32> {
+    pub(super) fn narrow_scale(&self, module: &str, scale: f64) -> Loaded<f32> {
         let narrow = scale as f32;
         if !narrow.is_finite() {
             let message = format!(

@@ -97,8 +97,7 @@ codes! {
     EmbeddingLora "E_EMBEDDING_LORA" "lora_A and lora_B of a linear for what is an embedding in the base, or the reverse."
     TrainableTokens "E_TRAINABLE_TOKENS" "Rows of trained tokens and the ids in the config don't agree, or LoRA is on the same table."
     ModulesToSave "E_MODULES_TO_SAVE" "A whole module of the base is replaced, other than a task's head, an embedding of tokens or the head over them, or more rows of a table than an overlay holds."
-    ExpertLora "E_EXPERT_LORA" "LoRA on mixture-of-experts weights."
-    RouterLora "E_ROUTER_LORA" "LoRA on a parameter that is no linear, such as an expert router."
+    ExpertLora "E_EXPERT_LORA" "LoRA on the experts of a mixture in a form, or of a shape, that the base or the config does not bear out."
     ConvLora "E_CONV_LORA" "LoRA on a convolution."
     // Tensors
     NoTensors "E_NO_TENSORS" "No tensor can be applied: the adapter would answer like the base."

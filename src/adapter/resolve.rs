@@ -174,7 +174,7 @@ fn bare(path: &str) -> Cow<'_, str> {
 }
 
 /// A path without the parts that say how the model is wrapped.
-fn unwrapped(path: &str) -> &str {
+pub(super) fn unwrapped(path: &str) -> &str {
     let mut rest = path;
     while let Some((first, after)) = rest.split_once('.') {
         if !WRAPPERS.contains(&first) {

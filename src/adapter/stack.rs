@@ -3,12 +3,13 @@
 //! `sum_i scale_i * B_i * A_i = scale * [r_1 B_1, r_2 B_2, ...] * [A_1; A_2; ...]` with `r_i = scale_i / scale`, exactly but
 //! for one rounding of each `r_i B_i` where scales differ. The rank of the sum is the sum of the ranks.
 
-use super::weights::{HostMatrix, HostPair};
+use super::weights::HostMatrix;
 use crate::dtype::DType;
 
 /// A pair, and where its outputs lie among those of the sum.
 pub(super) struct Block<'a> {
-    pub pair: &'a HostPair,
+    pub a: &'a HostMatrix,
+    pub b: &'a HostMatrix,
     /// First row of the sum's B that is this pair's.
     pub first_row: usize,
     /// What multiplies `B * A`.
@@ -23,27 +24,27 @@ pub(super) fn stack(blocks: &[Block<'_>], outputs: usize) -> (HostMatrix, HostMa
     let first = blocks.first().map_or(0.0, |block| block.scale);
     let equal = blocks.iter().all(|block| block.scale == first);
     let scale = blocks.iter().map(|block| block.scale).max_by(|a, b| a.abs().total_cmp(&b.abs())).unwrap_or(0.0) as f32;
-    let rank = blocks.iter().map(|block| block.pair.rank()).sum();
-    let inputs = blocks.first().map_or(0, |block| block.pair.in_features());
+    let rank = blocks.iter().map(|block| block.a.rows).sum();
+    let inputs = blocks.first().map_or(0, |block| block.a.cols);
 
-    let dtype = common(blocks.iter().map(|block| block.pair.a.dtype));
+    let dtype = common(blocks.iter().map(|block| block.a.dtype));
     let mut bytes = Vec::with_capacity(rank * inputs * dtype.size() as usize);
-    blocks.iter().for_each(|block| bytes.extend_from_slice(&elements(&block.pair.a, dtype)));
+    blocks.iter().for_each(|block| bytes.extend_from_slice(&elements(block.a, dtype)));
     let a = HostMatrix { dtype, rows: rank, cols: inputs, bytes };
 
-    let dtype = if equal { common(blocks.iter().map(|block| block.pair.b.dtype)) } else { DType::F32 };
+    let dtype = if equal { common(blocks.iter().map(|block| block.b.dtype)) } else { DType::F32 };
     let element = dtype.size() as usize;
     let mut bytes = vec![0; outputs * rank * element];
     let mut column = 0;
     for block in blocks {
-        let mut part = elements(&block.pair.b, dtype);
+        let mut part = elements(block.b, dtype);
         if !equal {
             let ratio = block.scale / f64::from(scale);
             for value in part.as_chunks_mut::<4>().0 {
                 *value = ((f64::from(f32::from_le_bytes(*value)) * ratio) as f32).to_le_bytes();
             }
         }
-        let width = block.pair.rank() * element;
+        let width = block.a.rows * element;
         for (row, from) in part.chunks_exact(width.max(1)).enumerate() {
             let at = (block.first_row + row) * rank * element + column;
             bytes[at..at + width].copy_from_slice(from);
@@ -72,6 +73,7 @@ fn elements(matrix: &HostMatrix, dtype: DType) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::super::site::SiteId;
+    use super::super::weights::HostPair;
     use super::*;
 
     fn pair(dtype: DType, rank: usize, inputs: usize, outputs: usize, scale: f32) -> HostPair {
@@ -103,8 +105,8 @@ mod tests {
             let one = pair(dtypes[0], 2, 5, 3, 1.0);
             let two = pair(dtypes[1], 3, 5, 4, 1.0);
             let blocks = [
-                Block { pair: &one, first_row: 1, scale: scales[0] },
-                Block { pair: &two, first_row: 3, scale: scales[1] },
+                Block { a: &one.a, b: &one.b, first_row: 1, scale: scales[0] },
+                Block { a: &two.a, b: &two.b, first_row: 3, scale: scales[1] },
             ];
             let (a, b, scale) = stack(&blocks, 8);
             assert_eq!((a.rows, a.cols, b.rows, b.cols), (5, 5, 8, 5));
@@ -114,7 +116,7 @@ mod tests {
             let found = delta(&a, &b, scale.into());
             let mut expected = vec![0.0; 40];
             for block in &blocks {
-                let one = delta(&block.pair.a, &block.pair.b, block.scale);
+                let one = delta(block.a, block.b, block.scale);
                 expected[5 * block.first_row..].iter_mut().zip(one).for_each(|(sum, d)| *sum += d);
             }
             for (f, e) in found.iter().zip(&expected) {

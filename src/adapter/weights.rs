@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::{HostTokens, PeftAdapterConfig, RawTokens, SiteId};
+use super::{ExpertPair, HostTokens, PeftAdapterConfig, RawTokens, SiteId};
 use crate::dtype::DType;
 
 /// A matrix in host memory: row-major, no padding.
@@ -211,6 +211,8 @@ pub struct Adapter {
     /// What it says of tables that no one has compared with the served ones yet: [`Adapter::with_tables`] makes
     /// [`Adapter::tokens`] of it.
     pub raw_tokens: Vec<RawTokens>,
+    /// Its pairs of routed experts, in natural order of their paths, and of experts.
+    pub experts: Vec<ExpertPair>,
     /// What was accepted with a remark.
     pub notices: Vec<Notice>,
     /// What the config says.
@@ -235,31 +237,49 @@ impl Adapter {
         unapplied: Vec<HostTensor>,
     ) -> Self {
         pairs.sort_by(|a, b| super::site::natural(&a.site.path, &b.site.path));
-        let digest = digest(&pairs, &unapplied, &[], &[]);
-        Self {
-            digest,
+        let mut adapter = Self {
+            digest: [0; 32],
             scale,
             pairs,
             tokens: Vec::new(),
             raw_tokens: Vec::new(),
+            experts: Vec::new(),
             notices: Vec::new(),
             config,
             unapplied,
             tensors: Vec::new(),
-        }
+        };
+        adapter.digest = adapter.own_digest();
+        adapter
     }
 
     /// With rows that replace those of embeddings and heads, `ids` ascending in each.
     pub fn with_tokens(mut self, mut tokens: Vec<HostTokens>) -> Self {
         tokens.sort_by(|a, b| super::site::natural(&a.site.path, &b.site.path));
-        self.digest = digest(&self.pairs, &self.unapplied, &tokens, &self.raw_tokens);
-        Self { tokens, ..self }
+        self.tokens = tokens;
+        self.digest = self.own_digest();
+        self
     }
 
     /// With tables that have not been compared with the served ones yet; they count in the digest, now and later.
     pub(super) fn with_raw_tokens(mut self, raw_tokens: Vec<RawTokens>) -> Self {
-        self.digest = digest(&self.pairs, &self.unapplied, &self.tokens, &raw_tokens);
-        Self { raw_tokens, ..self }
+        self.raw_tokens = raw_tokens;
+        self.digest = self.own_digest();
+        self
+    }
+
+    /// With these experts beside its pairs; the digest covers them.
+    pub fn with_experts(mut self, mut experts: Vec<ExpertPair>) -> Self {
+        experts.sort_by(|a, b| super::site::natural(&a.site.path, &b.site.path).then(a.expert.cmp(&b.expert)));
+        self.experts = experts;
+        self.digest = self.own_digest();
+        self
+    }
+
+    /// [`Adapter::digest`] of what it holds.
+    fn own_digest(&self) -> [u8; 32] {
+        let digest = digest(&self.pairs, &self.unapplied, &self.tokens, &self.raw_tokens);
+        super::expert::digest(digest, &self.experts)
     }
 
     /// Tensors of the file that are part of a pair.
@@ -275,6 +295,9 @@ impl Adapter {
         }
         for tokens in &mut self.tokens {
             tokens.rows.bytes = Vec::new();
+        }
+        for pair in &mut self.experts {
+            (pair.a.bytes, pair.b.bytes) = (Vec::new(), Vec::new());
         }
     }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use lorapool::DType;
 use lorapool::adapter::{self, Adapter, Audit, BaseModel};
-use lorapool::pool::PoolSpec;
+use lorapool::pool::{ExpertSpec, PoolSpec};
 
 use super::failure::Failure;
 
@@ -139,6 +139,21 @@ pub fn load(named: &[NamedPath], base: Option<&BaseModel>) -> Result<Vec<Named>,
         Ok(Named { name: input.name.clone(), adapter })
     };
     named.iter().map(load).collect()
+}
+
+/// What a pool of experts for these adapters has to have: every routed linear of the base, or without one those that an
+/// adapter covers; `None` where there are none.
+pub fn expert_spec<'a>(
+    base: Option<&BaseModel>,
+    adapters: impl IntoIterator<Item = &'a Named>,
+    dtype: DType,
+) -> Result<Option<ExpertSpec>, Failure> {
+    let spec = ExpertSpec::for_adapters(adapters.into_iter().map(|named| &named.adapter), dtype)?;
+    Ok(match (base, spec) {
+        (Some(base), Some(spec)) => Some(spec.over(base)),
+        (Some(base), None) => ExpertSpec::for_base(base, 1, 0),
+        (None, spec) => spec,
+    })
 }
 
 /// What a pool for `resident` in slots and `next` in host memory has to have: every site of the base, or

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use lorapool::DType;
-use lorapool::adapter::{Audit as Findings, AuditSite, AuditTokens, BaseModel, Fate, Notice, Vectors, Verdict};
+use lorapool::adapter::{
+    Audit as Findings, AuditExperts, AuditSite, AuditTokens, BaseModel, Fate, Notice, Vectors, Verdict,
+};
 use lorapool::contract::MAX_TOKEN_ROWS;
 use lorapool::pool::{PoolSpec, SiteSpec};
 use serde::Serialize;
@@ -61,6 +63,8 @@ struct Pool {
     sites: usize,
     /// Of weights, in all slots.
     bytes: u64,
+    /// Of experts with as many as this adapter has, in all slots.
+    expert_bytes: u64,
 }
 
 /// The document.
@@ -102,7 +106,7 @@ impl Audit {
             return Ok(None);
         }
         let rank = largest_rank(findings);
-        let max_rank = self.max_rank.unwrap_or(rank as u32);
+        let max_rank = self.max_rank.unwrap_or((rank as u32).max(1));
         if rank > max_rank as usize {
             let message =
                 format!("its largest rank is {rank}, above --max-rank {max_rank}: such a pool would refuse it");
@@ -132,7 +136,8 @@ impl Audit {
         };
         let bytes = spec.bytes()?;
         let (max_loras, dtype, sites) = (self.max_loras, self.dtype.name(), spec.sites.len());
-        Ok(Some(Pool { max_rank, max_loras, dtype, sites, bytes }))
+        let expert_bytes = AuditExperts::pool_bytes(&findings.experts, self.dtype) * u64::from(max_loras);
+        Ok(Some(Pool { max_rank, max_loras, dtype, sites, bytes, expert_bytes }))
     }
 }
 
@@ -191,6 +196,9 @@ fn text(document: &Document) -> String {
     for tokens in &findings.tokens {
         out += &token_line(tokens);
     }
+    if !findings.experts.is_empty() {
+        out += &format!("\n{}\n", experts(&findings.experts));
+    }
     let elsewhere = findings.fates.iter().filter(|tensor| tensor.fate != Fate::Applied);
     for tensor in elsewhere {
         let fate = match tensor.fate {
@@ -203,11 +211,16 @@ fn text(document: &Document) -> String {
     for notice in &findings.notices {
         out += &remark("", notice);
     }
-    if let Some(Pool { max_rank, max_loras, dtype, sites, bytes: size }) = pool {
+    if let Some(Pool { max_rank, max_loras, dtype, sites, bytes: size, .. }) = pool {
         out += &format!(
             "{}\n",
             dim(format!("a pool of {sites} sites, {max_loras} slots, rank {max_rank}, {dtype}: {}", bytes(*size)))
         );
+    }
+    if let Some(Pool { expert_bytes: size @ 1.., max_loras, .. }) = pool {
+        let adapted: usize = findings.experts.iter().map(|line| line.adapted).sum();
+        let text = format!("a pool of experts with room for {adapted} of each of {max_loras} slots: {}", bytes(*size));
+        out += &format!("{}\n", dim(text));
     }
     out.push('\n');
     let tensors = findings.tensors;
@@ -242,6 +255,22 @@ fn token_line(tokens: &AuditTokens) -> String {
         }
         _ => format!("replaces rows of {path}: which ones, only the base's weights tell\n"),
     }
+}
+
+fn experts(lines: &[AuditExperts]) -> String {
+    let mut rows = table(&["experts of", "adapted", "rank", "scale", "in", "out", "bytes"], &[1, 2, 3, 4, 5, 6]);
+    for line in lines {
+        rows.add_row([
+            line.site.path.to_string(),
+            format!("{} of {}", line.adapted, line.experts),
+            line.rank.to_string(),
+            scalar(line.scale),
+            line.in_features.to_string(),
+            line.out_features.to_string(),
+            bytes(line.bytes),
+        ]);
+    }
+    render(&rows)
 }
 
 fn sites(sites: &[AuditSite]) -> String {

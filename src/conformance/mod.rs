@@ -11,6 +11,7 @@ mod case;
 mod cases;
 mod data;
 mod exact;
+mod experts;
 pub mod fixtures;
 #[cfg(test)]
 mod naive;
@@ -100,6 +101,7 @@ pub fn trials() -> Vec<Trial> {
         .chain(routed::trials())
         .chain(pooled::trials())
         .chain(token_pool::trials())
+        .chain(experts::trials())
         .chain(fixtures::trials())
         .collect()
 }

@@ -129,7 +129,7 @@ impl HostCache {
 
     /// Keeps an image under `name`, in place of an older one; those that were not used for longest make room.
     pub fn put(&self, name: &str, stamp: Stamp, ready: &Arc<Ready>) {
-        let len = ready.image.bytes().len() as u64;
+        let len = ready.image.host_bytes();
         if len > self.limit {
             return;
         }
@@ -160,7 +160,7 @@ impl HostCache {
 impl State {
     fn remove(&mut self, name: &str) {
         let Some(entry) = self.entries.remove(name) else { return };
-        self.bytes -= entry.ready.image.bytes().len() as u64;
+        self.bytes -= entry.ready.image.host_bytes();
         // One is enough: images come one at a time.
         if let (Ok(ready), true) = (Arc::try_unwrap(entry.ready), self.spare.is_empty()) {
             self.spare.push(ready.image.into_memory());

@@ -9,7 +9,8 @@ use super::{AdapterSlot, LoraWeights, OverlayRawSlot};
 use crate::adapter::{self, Adapter, BaseModel, PeftAdapterConfig};
 use crate::backend::{GpuBackend, HostBuffer};
 use crate::error::{Error, Result};
-use crate::pool::{Pool, PoolSpec, SlotImage};
+use crate::memory::{DevicePtr, Region};
+use crate::pool::{ExpertSpec, Pool, PoolSpec, SlotImage};
 
 /// A named adapter to be put in a slot.
 #[derive(Clone, Copy, Debug)]
@@ -23,18 +24,33 @@ pub struct LoraAdapterInput<'a> {
 impl LoraWeights {
     /// Allocates the pool and packs `adapters` into slots 0, 1, ...; the first one is active, all are
     /// pinned. Nothing is visible to kernels before all are packed. Token rows that have to be compared with the served
-    /// tables first wait in [`LoraWeights::overlay_raw`].
+    /// tables first wait in [`LoraWeights::overlay_raw`]. Where some adapters have routed experts, there is a pool of those
+    /// too, with room in each slot for the largest of these adapters.
     ///
     /// # Errors
     /// [`Error::Limit`] for more adapters than slots or a rank above the pool's, [`Error::Shape`] for a
     /// site that doesn't fit, [`Error::Input`] for an empty or repeated name, or the backend's.
     pub fn load(gpu: &Arc<dyn GpuBackend>, spec: PoolSpec, adapters: &[LoraAdapterInput<'_>]) -> Result<Self> {
+        let experts = ExpertSpec::for_adapters(adapters.iter().map(|input| input.adapter), spec.dtype)?;
+        Self::load_with_experts(gpu, spec, experts, adapters)
+    }
+
+    /// The same with a pool of experts for more than these adapters need: those that come later must fit it.
+    ///
+    /// # Errors
+    /// As [`LoraWeights::load`]; [`Error::Limit`] also for more bytes of experts than `experts` gives a slot.
+    pub fn load_with_experts(
+        gpu: &Arc<dyn GpuBackend>,
+        spec: PoolSpec,
+        experts: Option<ExpertSpec>,
+        adapters: &[LoraAdapterInput<'_>],
+    ) -> Result<Self> {
         let slots = spec.max_loras as usize;
         if adapters.len() > slots {
             let (found, limit) = (adapters.len() as u64, slots as u64);
             return Err(Error::Limit { what: "number of adapters", found, limit, hint: " (raise max_loras)" });
         }
-        let storage = Arc::new(Pool::new(&**gpu, spec)?);
+        let storage = Arc::new(Pool::with_experts(&**gpu, spec, experts)?);
         let tables = storage
             .sites()
             .iter()
@@ -47,10 +63,10 @@ impl LoraWeights {
             adapter_config: PeftAdapterConfig::default(),
             max_rank: storage.spec().max_rank as usize,
             max_loras: slots,
-            pool: storage.blocks()[0].ptr(),
+            pool: storage.blocks().first().map_or(DevicePtr::NULL, Region::ptr),
             pool_bytes: storage.bytes() as usize,
-            expert_pool: None,
-            expert_pool_bytes: 0,
+            expert_pool: storage.experts().map(|experts| experts.blocks()[0].ptr()),
+            expert_pool_bytes: storage.experts().map_or(0, |experts| experts.bytes() as usize),
             slots: vec![vacant; slots],
             active: if adapters.is_empty() { Self::NO_SLOT } else { 0 },
             tables: tables.collect(),
@@ -154,8 +170,7 @@ impl LoraWeights {
     /// Writes a slot's bytes and publishes its tables, in one submission.
     fn write(&self, slot: u32, image: &SlotImage) -> Result<()> {
         let pool = &self.storage;
-        let cells = image.cells(pool, slot)?;
-        pool.publish(&*self.gpu, slot, &cells, image.scale(), &mut |encoder| image.write(pool, slot, encoder))?;
+        pool.publish_image(&*self.gpu, slot, image, &mut |encoder| image.write(pool, slot, encoder))?;
         Ok(())
     }
 

@@ -562,11 +562,11 @@ impl AdapterManager {
     /// Copies the staged bytes into a claimed slot and publishes its tables, between two steps.
     fn publish(&self, slot: u32, name: &str, ready: &Ready, deadline: Instant) -> Result<()> {
         let Ready { adapter, image } = ready;
-        let cells = image.cells(&self.pool, slot)?;
         let layers = super::layers::layers_of(&self.pool, slot, adapter)?;
         self.begin_change(deadline)?;
-        let mut stage = |encoder: &mut dyn crate::backend::Encoder| self.staging.copy_to(&self.pool, slot, encoder);
-        let sent = self.pool.publish(&*self.gpu, slot, &cells, image.scale(), &mut stage);
+        let mut stage =
+            |encoder: &mut dyn crate::backend::Encoder| self.staging.copy_to(&self.pool, slot, image, encoder);
+        let sent = self.pool.publish_image(&*self.gpu, slot, image, &mut stage);
         let sent = sent.map(|ticket| self.staging.busy_until(ticket));
         let mut state = lock(&self.state);
         if sent.is_ok() {
@@ -642,9 +642,8 @@ impl AdapterManager {
             let now = &state.slots.slots()[slot as usize];
             now.name.is_none() && now.generation == generation
         };
-        let cells = vec![crate::pool::Cell::EMPTY; self.pool.sites().len()];
         let sent = match still {
-            true => self.pool.publish(&*self.gpu, slot, &cells, 0.0, &mut |_| Ok(())).map(|_| ()),
+            true => self.pool.clear(&*self.gpu, slot).map(|_| ()),
             false => Ok(()),
         };
         self.end_change(lock(&self.state));

@@ -33,7 +33,8 @@ pub struct LoraWeights {
     pub pool: DevicePtr,
     /// Bytes of the pool, over all blocks.
     pub pool_bytes: usize,
-    /// Pool of router and expert pairs; `None` as long as no adapter has any.
+    /// First byte of the pool of routed experts' pairs, whose further blocks are in [`LoraWeights::storage`]; `None` where
+    /// there is none. Routers are linears like any other.
     pub expert_pool: Option<DevicePtr>,
     /// Bytes of the expert pool.
     pub expert_pool_bytes: usize,
@@ -159,7 +160,7 @@ impl LoraWeights {
 
     /// Sets `slot`'s entries in every site's tables, and its scale, to what `layers` and `scale` say, in
     /// one write ahead of all later work of `gpu`. Sites that `layers` leave out get no delta; no other
-    /// slot's entry changes.
+    /// slot's entry changes, nor do those of routed experts.
     ///
     /// # Errors
     /// [`Error::UnknownSlot`], or the backend's; the tables are then as before.

@@ -179,6 +179,12 @@ impl Applier {
         })
     }
 
+    /// The batch of a step, as [`Applier::write_batch`] writes it for `capacity`.
+    pub(crate) fn batch(&self, capacity: Capacity) -> Result<Region> {
+        self.check_capacity(capacity)?;
+        self.batch.slice(0, capacity.bytes())
+    }
+
     pub(super) fn check_capacity(&self, capacity: Capacity) -> Result<()> {
         let own = self.capacity;
         let limit = |what, found: u32, limit: u32| match found <= limit {

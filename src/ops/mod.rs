@@ -9,9 +9,11 @@
 //! adapter replaces are put in their place by [`Applier::encode_token_rows`] and [`Applier::encode_logits`].
 
 mod applier;
+mod experts;
 mod join;
 mod matrix;
 mod tokens;
 
 pub use applier::{Applier, Op, Output};
+pub use experts::{ExpertApplier, ExpertInput, Experts, Routing};
 pub use matrix::Matrix;

@@ -1,5 +1,6 @@
 //! The pool: equal slots at fixed addresses, and the tables that name their contents.
 
+mod experts;
 mod layout;
 mod pack;
 mod rows;
@@ -10,6 +11,8 @@ mod tables;
 
 use std::collections::BTreeMap;
 
+pub(crate) use experts::ExpertWindow;
+pub use experts::{ExpertImage, ExpertPool, ExpertSite, ExpertSpec};
 pub use layout::{Layout, Limits, Part, Place, SiteKind, SiteShape, Window};
 use pack::Packed;
 pub use pack::SlotImage;
@@ -34,6 +37,7 @@ pub struct Pool {
     tables: Tables,
     /// By layer, module, and whether the site holds token rows.
     index: BTreeMap<(usize, LoraModule, bool), usize>,
+    experts: Option<ExpertPool>,
 }
 
 impl Pool {
@@ -43,7 +47,15 @@ impl Pool {
     /// [`Error::Limit`] when the spec doesn't fit the device, [`Error::Shape`] when it names no site or one twice,
     /// [`Error::OutOfMemory`] when the device has no room.
     pub fn new(backend: &dyn GpuBackend, spec: PoolSpec) -> Result<Self> {
-        if spec.sites.is_empty() {
+        Self::with_experts(backend, spec, None)
+    }
+
+    /// The same with memory for routed experts beside it, where `experts` says for which; there may then be no other site.
+    ///
+    /// # Errors
+    /// As [`Pool::new`] and [`ExpertPool::new`].
+    pub fn with_experts(backend: &dyn GpuBackend, spec: PoolSpec, experts: Option<ExpertSpec>) -> Result<Self> {
+        if spec.sites.is_empty() && experts.is_none() {
             return Err(Error::shape("sites of a pool", "none", "at least one"));
         }
         let layout =
@@ -54,9 +66,12 @@ impl Pool {
                 return Err(Error::shape("sites of a pool", format!("{} twice", site.id.path), "each site once"));
             }
         }
-        let blocks = layout.blocks().iter().map(|len| backend.alloc(*len, "pool")).collect::<Result<_>>()?;
+        // Without sites a block is empty, but has an address.
+        let blocks = layout.blocks().iter().map(|len| backend.alloc((*len).max(16), "pool")).collect::<Result<_>>()?;
         let tables = Tables::new(backend, spec.sites.len() as u32, spec.max_loras)?;
-        Ok(Self { spec, layout, blocks, tables, index })
+        let experts =
+            experts.map(|experts| ExpertPool::new(backend, experts, spec.max_loras, spec.dtype)).transpose()?;
+        Ok(Self { spec, layout, blocks, tables, index, experts })
     }
 
     /// What the pool was made for.
@@ -97,6 +112,54 @@ impl Pool {
     /// The tables.
     pub fn tables(&self) -> &Tables {
         &self.tables
+    }
+
+    /// The memory of routed experts, if there is any.
+    pub fn experts(&self) -> Option<&ExpertPool> {
+        self.experts.as_ref()
+    }
+
+    /// [`Pool::publish`] for an image whose bytes `before` writes or copies: the slot's entries at all sites and of all
+    /// experts change at once.
+    ///
+    /// # Errors
+    /// As [`Pool::publish`].
+    pub fn publish_image(
+        &self,
+        gpu: &dyn GpuBackend,
+        slot: u32,
+        image: &SlotImage,
+        before: Record<'_>,
+    ) -> Result<Ticket> {
+        let cells = image.cells(self, slot)?;
+        let Some(experts) = &self.experts else {
+            return self.publish(gpu, slot, &cells, image.scale(), before);
+        };
+        let old = experts.set(slot, image.experts())?;
+        let sent = self.publish(gpu, slot, &cells, image.scale(), &mut |encoder| {
+            before(encoder)?;
+            experts.publish(slot, encoder)
+        });
+        if sent.is_err() {
+            experts.restore(slot, old);
+        }
+        sent
+    }
+
+    /// Empties a slot's entries, at all sites and of all experts.
+    ///
+    /// # Errors
+    /// As [`Pool::publish`].
+    pub(crate) fn clear(&self, gpu: &dyn GpuBackend, slot: u32) -> Result<Ticket> {
+        let cells = vec![Cell::EMPTY; self.sites().len()];
+        let Some(experts) = &self.experts else { return self.publish(gpu, slot, &cells, 0.0, &mut |_| Ok(())) };
+        self.check_slot(slot.into())?;
+        let old = experts.set(slot, None)?;
+        let sent = self.publish(gpu, slot, &cells, 0.0, &mut |encoder| experts.publish(slot, encoder));
+        if sent.is_err() {
+            experts.restore(slot, old);
+        }
+        sent
     }
 
     /// Bytes of all blocks.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Cell, Part, Pool, SiteKind};
+use super::{Cell, ExpertImage, Part, Pool, SiteKind};
 use crate::adapter::{Adapter, HostMatrix, HostPair, HostTokens};
 use crate::backend::{Encoder, HostBuffer};
 use crate::contract::overlay_ids_bytes;
@@ -20,6 +20,7 @@ pub struct SlotImage {
     /// Of each site that the adapter covers.
     pairs: Vec<Option<Packed>>,
     scale: f32,
+    experts: Option<ExpertImage>,
 }
 
 /// What the tables say of a pair beside its addresses.
@@ -68,7 +69,18 @@ impl SlotImage {
             return Err(Error::shape("memory of a slot image", bytes.len(), len));
         }
         bytes.fill(0);
-        let mut image = Self { bytes, pairs: vec![None; pool.sites().len()], scale: adapter.scale };
+        let experts = match (pool.experts(), adapter.experts.first()) {
+            (Some(experts), Some(_)) => Some(ExpertImage::new(experts, adapter)?),
+            (None, Some(pair)) => {
+                return Err(Error::shape(
+                    format!("experts of {}", pair.site.path),
+                    "a pool without experts",
+                    "one that was made for them (Pool::with_experts)",
+                ));
+            }
+            (_, None) => None,
+        };
+        let mut image = Self { bytes, pairs: vec![None; pool.sites().len()], scale: adapter.scale, experts };
         let mut covered: Vec<Option<&HostPair>> = vec![None; pool.sites().len()];
         for pair in &adapter.pairs {
             covered[pool.fit(pair)?] = Some(pair);
@@ -119,7 +131,7 @@ impl SlotImage {
     /// An image with nothing in it.
     pub fn empty(pool: &Pool) -> Self {
         let bytes = HostBuffer::plain(Self::len_in(pool));
-        Self { bytes, pairs: vec![None; pool.sites().len()], scale: 0.0 }
+        Self { bytes, pairs: vec![None; pool.sites().len()], scale: 0.0, experts: None }
     }
 
     /// Bytes of an image for a slot of `pool`.
@@ -137,6 +149,16 @@ impl SlotImage {
     /// The slot's bytes: site after site, A before B.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
+    }
+
+    /// The adapter's experts, if it has any.
+    pub fn experts(&self) -> Option<&ExpertImage> {
+        self.experts.as_ref()
+    }
+
+    /// Bytes of host memory that it takes.
+    pub fn host_bytes(&self) -> u64 {
+        (self.bytes.len() + self.experts.as_ref().map_or(0, |experts| experts.bytes().len())) as u64
     }
 
     /// The adapter's own scale, where no pattern says otherwise.
@@ -161,7 +183,11 @@ impl SlotImage {
     /// # Errors
     /// [`Error::UnknownSlot`], or the encoder's.
     pub fn write(&self, pool: &Pool, slot: u32, encoder: &mut dyn Encoder) -> Result<()> {
-        pool.spans(slot)?.into_iter().try_for_each(|(range, region)| encoder.write(&region, &self.bytes[range]))
+        pool.spans(slot)?.into_iter().try_for_each(|(range, region)| encoder.write(&region, &self.bytes[range]))?;
+        match (pool.experts(), &self.experts) {
+            (Some(pool), Some(experts)) => experts.write(pool, slot, encoder),
+            _ => Ok(()),
+        }
     }
 }
 

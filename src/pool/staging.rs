@@ -1,11 +1,12 @@
 //! A slot's worth of device memory beside the pool: new contents wait there, complete and verified,
 //! until they are copied into a slot between two steps.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
-use super::{Pool, SlotImage};
+use super::{ExpertImage, Pool, SlotImage};
 use crate::backend::{Encoder, GpuBackend, HostBuffer, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -22,12 +23,19 @@ const COMPARED: usize = 1 << 18;
 /// Device memory for one slot image, in chunks where the device caps allocations.
 #[derive(Debug)]
 pub struct Staging {
-    chunks: Vec<Region>,
-    chunk: usize,
+    slot: Chunks,
+    experts: Chunks,
     /// The last work that touches the chunks.
     used: Mutex<Ticket>,
     /// What bytes are read back to, one verification at a time.
     readback: Mutex<Option<[HostBuffer; 2]>>,
+}
+
+/// Memory for so many bytes.
+#[derive(Debug)]
+struct Chunks {
+    regions: Vec<Region>,
+    len: usize,
 }
 
 impl Staging {
@@ -36,13 +44,11 @@ impl Staging {
     /// # Errors
     /// The backend's.
     pub fn new(backend: &dyn GpuBackend, pool: &Pool) -> Result<Self> {
-        let bytes = pool.layout().slot_bytes();
-        let chunk = bytes.min(backend.caps().max_alloc / ALIGN * ALIGN).max(ALIGN);
-        let lens = (0..bytes).step_by(chunk as usize).map(|start| chunk.min(bytes - start));
-        let chunks = lens.map(|len| backend.alloc(len, "staging")).collect::<Result<_>>()?;
+        let slot = Chunks::new(backend, pool.layout().slot_bytes())?;
+        let experts = Chunks::new(backend, pool.experts().map_or(0, |experts| experts.slot_len()))?;
         // The chunks are zeroed by work that has no ticket of its own.
         let used = Mutex::new(backend.submit(&mut |_| Ok(()))?);
-        Ok(Self { chunks, chunk: chunk as usize, used, readback: Mutex::default() })
+        Ok(Self { slot, experts, used, readback: Mutex::default() })
     }
 
     /// Sends `image` here, beside the queue; it is complete when the call returns. Waits first for the copies to
@@ -53,8 +59,8 @@ impl Staging {
     pub fn fill(&self, backend: &dyn GpuBackend, image: &SlotImage) -> Result<()> {
         let used = *self.used.lock().unwrap_or_else(PoisonError::into_inner);
         backend.wait(used)?;
-        let mut parts = self.chunks.iter().zip(image.bytes().chunks(self.chunk));
-        parts.try_for_each(|(region, bytes)| backend.upload(region, bytes))
+        self.slot.fill(backend, image.bytes())?;
+        self.experts.fill(backend, image.experts().map_or(&[], ExpertImage::bytes))
     }
 
     /// What is here is read until the work of `ticket` is done.
@@ -62,7 +68,8 @@ impl Staging {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner) = ticket;
     }
 
-    /// Reads back what is here and compares it with `image`: one piece is compared while the next one travels.
+    /// Reads back what is here and compares it with `image`: one piece is compared while the next one travels. Offsets of
+    /// experts count on from those of the slot.
     ///
     /// # Errors
     /// [`Error::Corrupt`] with the first byte that differs, or the backend's.
@@ -71,13 +78,16 @@ impl Staging {
         let [now, before] = match &mut *readback {
             Some(buffers) => buffers,
             none => {
-                let len = READBACK.min(self.chunk);
+                let len = READBACK.min(self.slot.len.max(self.experts.len));
                 none.insert([backend.alloc_host(len)?, backend.alloc_host(len)?])
             }
         };
         let (mut now, mut before) = (&mut now[..], &mut before[..]);
         let mut last: Option<(usize, &[u8])> = None;
-        for (start, region, expected) in self.pieces(image, now.len())? {
+        let mut pieces = self.slot.pieces(0, image.bytes(), now.len())?;
+        let experts = image.experts().map_or(&[][..], ExpertImage::bytes);
+        pieces.extend(self.experts.pieces(image.bytes().len(), experts, now.len())?);
+        for (start, region, expected) in pieces {
             let (sent, same) = rayon::join(
                 || backend.download(&region, &mut now[..expected.len()]),
                 || last.map_or(Ok(()), |(start, expected)| compare(start, before, expected)),
@@ -89,32 +99,52 @@ impl Staging {
         last.map_or(Ok(()), |(start, expected)| compare(start, before, expected))
     }
 
-    /// The image in pieces of at most `len` bytes: first byte, where it is here, what it should be.
-    fn pieces<'a>(&self, image: &'a SlotImage, len: usize) -> Result<Vec<(usize, Region, &'a [u8])>> {
+    /// Records the copy of what is here, `image`, into `slot`.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSlot`], or the encoder's.
+    pub fn copy_to(&self, pool: &Pool, slot: u32, image: &SlotImage, encoder: &mut dyn Encoder) -> Result<()> {
+        pool.spans(slot)?.into_iter().try_for_each(|(range, region)| self.slot.copy(range, &region, encoder))?;
+        let (Some(experts), Some(pool)) = (image.experts(), pool.experts()) else { return Ok(()) };
+        let mut spans = experts.spans(pool, slot)?.into_iter();
+        spans.try_for_each(|(range, region)| self.experts.copy(range, &region, encoder))
+    }
+}
+
+impl Chunks {
+    fn new(backend: &dyn GpuBackend, bytes: u64) -> Result<Self> {
+        let len = bytes.min(backend.caps().max_alloc / ALIGN * ALIGN).max(ALIGN);
+        let lens = (0..bytes).step_by(len as usize).map(|start| len.min(bytes - start));
+        let regions = lens.map(|len| backend.alloc(len, "staging")).collect::<Result<_>>()?;
+        Ok(Self { regions, len: len as usize })
+    }
+
+    fn fill(&self, backend: &dyn GpuBackend, bytes: &[u8]) -> Result<()> {
+        let mut parts = self.regions.iter().zip(bytes.chunks(self.len));
+        parts.try_for_each(|(region, bytes)| backend.upload(region, bytes))
+    }
+
+    /// `bytes` in pieces of at most `len`: first byte, counted from `first`, where it is here, what it should be.
+    fn pieces<'a>(&self, first: usize, bytes: &'a [u8], len: usize) -> Result<Vec<(usize, Region, &'a [u8])>> {
         let mut pieces = Vec::new();
-        for (i, (chunk, bytes)) in self.chunks.iter().zip(image.bytes().chunks(self.chunk)).enumerate() {
+        for (i, (chunk, bytes)) in self.regions.iter().zip(bytes.chunks(self.len)).enumerate() {
             for (j, piece) in bytes.chunks(len).enumerate() {
                 let region = chunk.slice((j * len) as u64, piece.len() as u64)?;
-                pieces.push((i * self.chunk + j * len, region, piece));
+                pieces.push((first + i * self.len + j * len, region, piece));
             }
         }
         Ok(pieces)
     }
 
-    /// Records the copy of what is here into `slot`.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSlot`], or the encoder's.
-    pub fn copy_to(&self, pool: &Pool, slot: u32, encoder: &mut dyn Encoder) -> Result<()> {
-        for (range, region) in pool.spans(slot)? {
-            let mut at = range.start;
-            while at < range.end {
-                let (chunk, offset) = (at / self.chunk, at % self.chunk);
-                let len = (self.chunk - offset).min(range.end - at) as u64;
-                let dst = region.slice((at - range.start) as u64, len)?;
-                encoder.copy(&dst, &self.chunks[chunk].slice(offset as u64, len)?)?;
-                at += len as usize;
-            }
+    /// Records the copy of bytes `range` to `region`.
+    fn copy(&self, range: Range<usize>, region: &Region, encoder: &mut dyn Encoder) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let (chunk, offset) = (at / self.len, at % self.len);
+            let len = (self.len - offset).min(range.end - at) as u64;
+            let dst = region.slice((at - range.start) as u64, len)?;
+            encoder.copy(&dst, &self.regions[chunk].slice(offset as u64, len)?)?;
+            at += len as usize;
         }
         Ok(())
     }
@@ -157,7 +187,7 @@ mod tests {
         staging.fill(&*gpu, &image).unwrap();
         staging.verify(&*gpu, &image).unwrap();
         for at in [0, READBACK - 4, READBACK, len - 4] {
-            let word = staging.chunks[0].slice(at as u64, 4).unwrap();
+            let word = staging.slot.regions[0].slice(at as u64, 4).unwrap();
             gpu.submit(&mut |encoder| encoder.write(&word, &[0, 0, 7, 0])).unwrap();
             let Err(Error::Corrupt { offset, found, expected }) = staging.verify(&*gpu, &image) else {
                 panic!("byte {at} is wrong");

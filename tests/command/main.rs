@@ -8,6 +8,7 @@ mod audit;
 mod bench;
 mod convert;
 mod devices;
+mod experts;
 mod run;
 mod suites;
 mod usage;

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use lorapool::adapter::{TensorFile, TensorInfo};
-use lorapool::pool::{SiteKind, SiteSpec};
+use lorapool::pool::{ExpertSite, SiteKind, SiteSpec};
 use lorapool::{DType, Error};
 
 use super::super::failure::Failure;
@@ -15,6 +15,8 @@ use super::values;
 
 /// Name of the tensor with each row's adapter.
 const SLOTS: &str = "slots";
+/// Name, behind a routed site's, of the tensor with each row's expert.
+const EXPERTS: &str = "experts";
 /// Elements read at a time.
 const CHUNK: usize = 1 << 16;
 
@@ -49,6 +51,8 @@ pub struct Job {
     pub vocabulary: u32,
     /// `y_base[rows][width]`
     pub y_base: TensorInfo,
+    /// Of a routed site, which then is none of the others: its index among those, and `experts[rows]`.
+    pub experts: Option<(usize, TensorInfo)>,
 }
 
 impl Input {
@@ -61,15 +65,16 @@ impl Input {
 
     /// The sites that the file has an x or ids for, in the order of `sites`, shapes checked; and the names of the
     /// tensors that are passed over.
-    pub fn jobs(&self, sites: &[SiteSpec]) -> Result<(Vec<Job>, Vec<String>), Failure> {
+    pub fn jobs(&self, sites: &[SiteSpec], routed: &[ExpertSite]) -> Result<(Vec<Job>, Vec<String>), Failure> {
         let mut jobs = Vec::new();
         let mut passed_over = Vec::new();
         for tensor in &self.header.tensors {
             match tensor.name.rsplit_once('|') {
-                Some((path, "x")) => jobs.push(self.job(path, tensor, false, sites)?),
+                Some((path, "x")) => jobs.push(self.job(path, tensor, false, (sites, routed))?),
                 Some((path, "ids")) if self.find(&format!("{path}|y_base")).is_some() => {
-                    jobs.push(self.job(path, tensor, true, sites)?);
+                    jobs.push(self.job(path, tensor, true, (sites, routed))?);
                 }
+                Some((path, EXPERTS)) if self.find(&format!("{path}|x")).is_some() => {}
                 Some((path, "y_base"))
                     if ["x", "ids"].iter().any(|part| self.find(&format!("{path}|{part}")).is_some()) => {}
                 None if &*tensor.name == SLOTS => {}
@@ -79,16 +84,30 @@ impl Input {
         if jobs.is_empty() {
             return Err(self.fault("there is no tensor SITE|x, such as model.layers.0.self_attn.q_proj|x"));
         }
-        jobs.sort_by_key(|job| job.sites.into_iter().flatten().min());
+        jobs.sort_by_key(|job| {
+            let routed = job.experts.as_ref().map(|(site, _)| *site);
+            (routed, job.sites.into_iter().flatten().min())
+        });
         if let Some([one, _]) = jobs.array_windows().find(|[one, two]| one.path == two.path) {
             return Err(self.fault(format!("both {0}|x and {0}|ids are there, expected one", one.path)));
         }
         Ok((jobs, passed_over))
     }
 
-    fn job(&self, path: &str, x: &TensorInfo, ids: bool, sites: &[SiteSpec]) -> Result<Job, Failure> {
+    fn job(
+        &self,
+        path: &str,
+        x: &TensorInfo,
+        ids: bool,
+        (sites, routed): (&[SiteSpec], &[ExpertSite]),
+    ) -> Result<Job, Failure> {
         let at = |rows: bool| sites.iter().position(|s| &*s.id.path == path && s.is_token_rows() == rows);
         let found = [at(false), at(true)];
+        if let (None, None, Some(site)) =
+            (found[0], found[1], routed.iter().position(|site| !ids && &*site.id.path == path))
+        {
+            return self.job_of_experts(path, x, (site, &routed[site]));
+        }
         let Some(site) = found[0].or(found[1]) else {
             return Err(self.fault(format!("tensor {:?}: there is no site {path:?}{}", x.name, nearest(path, sites))));
         };
@@ -126,7 +145,64 @@ impl Input {
             return Err(self.fault(format!("tensor {:?} has {rows} rows, the limit is {}", x.name, u32::MAX)));
         }
         let (path, lead, x, y_base) = (path.to_owned(), lead.to_vec(), x.clone(), y_base.clone());
-        Ok(Job { path, sites: found, lead, rows, ids, x, depth, width, vocabulary, y_base })
+        Ok(Job { path, sites: found, lead, rows, ids, x, depth, width, vocabulary, y_base, experts: None })
+    }
+
+    fn job_of_experts(&self, path: &str, x: &TensorInfo, (site, spec): (usize, &ExpertSite)) -> Result<Job, Failure> {
+        let beside = |part: &str, what: &str| {
+            let name = format!("{path}|{part}");
+            let missing = || self.fault(format!("tensor {:?} has no {name:?} beside it{what}", x.name));
+            self.find(&name).ok_or_else(missing)
+        };
+        let (y_base, experts) = (beside("y_base", "")?, beside(EXPERTS, ": the expert of each row")?);
+        let lead = self.lead(x, spec.in_features)?;
+        if self.lead(y_base, spec.out_features)? != lead {
+            let found = format!("shape {:?}", y_base.shape);
+            let expected = format!("{lead:?} and {} for {:?} of {:?}", spec.out_features, x.name, x.shape);
+            return Err(Error::shape(self.about(y_base), found, expected).into());
+        }
+        let rows: usize = lead.iter().product();
+        if u32::try_from(rows).is_err() {
+            return Err(self.fault(format!("tensor {:?} has {rows} rows, the limit is {}", x.name, u32::MAX)));
+        }
+        if experts.shape.iter().product::<usize>() != rows {
+            let expected = format!("{lead:?}, as {:?} of {:?}", x.name, x.shape);
+            return Err(Error::shape(self.about(experts), format!("shape {:?}", experts.shape), expected).into());
+        }
+        Ok(Job {
+            path: path.to_owned(),
+            sites: [None, None],
+            lead: lead.to_vec(),
+            rows,
+            ids: false,
+            x: x.clone(),
+            depth: spec.in_features,
+            width: spec.out_features,
+            vocabulary: 0,
+            y_base: y_base.clone(),
+            experts: Some((site, experts.clone())),
+        })
+    }
+
+    /// Each row's expert, -1 for none.
+    pub fn experts(&self, tensor: &TensorInfo, rows: Range<usize>, count: u32) -> Result<Vec<u32>, Failure> {
+        let Some(read) = values::integer(tensor.dtype) else {
+            return Err(Error::shape(self.about(tensor), format!("type {:?}", tensor.dtype), "i32 or i64").into());
+        };
+        let mut experts = Vec::with_capacity(rows.len());
+        self.read(tensor, rows, |row, bytes| {
+            match read(bytes) {
+                -1 => experts.push(u32::MAX),
+                expert if (0..i64::from(count)).contains(&expert) => experts.push(expert as u32),
+                expert => {
+                    let what = format!("{}: row {row}", self.about(tensor));
+                    let expected = format!("one of {count} experts, or -1 for none");
+                    return Err(Error::shape(what, expert, expected).into());
+                }
+            }
+            Ok(())
+        })?;
+        Ok(experts)
     }
 
     /// The dimensions before the last, which must be `width`.

@@ -12,7 +12,7 @@ use clap::{Args, ValueEnum};
 use lorapool::adapter::Notice;
 use lorapool::backend::GpuBackend;
 use lorapool::manager::{LoraAdapterInput, LoraWeights};
-use lorapool::ops::{Applier, Matrix, Op, Output as SiteOutput};
+use lorapool::ops::{Applier, ExpertApplier, ExpertInput, Experts, Matrix, Op, Output as SiteOutput, Routing};
 use lorapool::pool::{Capacity, Plan, PoolSpec};
 use lorapool::{DType, Region};
 use serde::Serialize;
@@ -36,8 +36,9 @@ const CHUNK_ROWS: usize = 1 << 16;
 /// `SITE|y_base` [.., out] of any float type, and optionally `slots` (integers): for each row the index of its
 /// adapter in the order of the --adapter options, -1 for the base. Without slots every row uses the first
 /// adapter. An embedding has `SITE|ids` [..] (integers, the tokens) in place of x, and its gathered rows as y_base; where
-/// an adapter replaces tokens' rows, those are replaced, and so are their logits in y of the head. Other tensors are
-/// passed over. The output has `SITE|y` [.., out] in f32.
+/// an adapter replaces tokens' rows, those are replaced, and so are their logits in y of the head. A site of routed
+/// experts (`model.layers.0.mlp.experts.down_proj`) has `SITE|experts` [..] (integers) too: each row's expert, -1 for
+/// none. Other tensors are passed over. The output has `SITE|y` [.., out] in f32.
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\nExamples:\n  \
     lorapool apply --base models/llama --adapter sql=adapters/sql --input in.safetensors --output out.safetensors\n  \
@@ -120,12 +121,24 @@ impl Apply {
         let mut named = adapters::load(&self.adapters, base.as_ref())?;
         let spec = adapters::pool_spec(base.as_ref(), &named, named.len() as u32, self.dtype)?;
         let input = Input::open(&self.input)?;
-        let (mut jobs, passed_over) = input.jobs(&spec.sites)?;
+        let mut experts = adapters::expert_spec(base.as_ref(), &named, self.dtype)?;
+        let (mut jobs, passed_over) = input.jobs(&spec.sites, experts.as_ref().map_or(&[], |spec| &spec.sites))?;
         let slots = input.slots(named.len())?;
         if let Some(slots) = &slots {
             jobs.iter().try_for_each(|job| input.check_rows(job, slots))?;
         }
         let lines = narrow(&mut named, &jobs);
+        if let Some(experts) = &mut experts {
+            let mut used = Vec::new();
+            for (site, _) in jobs.iter_mut().filter_map(|job| job.experts.as_mut()) {
+                used.push(experts.sites[*site].clone());
+                *site = used.len() - 1;
+            }
+            experts.sites = used;
+            let bytes = named.iter().map(|named| experts.adapter_bytes(&named.adapter, self.dtype));
+            experts.slot_bytes = bytes.max().unwrap_or(0);
+        }
+        let experts = experts.filter(|experts| !experts.sites.is_empty());
         let mut sites = Vec::new();
         for site in jobs.iter_mut().flat_map(|job| &mut job.sites).filter_map(Option::as_mut) {
             sites.push(spec.sites[*site].clone());
@@ -135,7 +148,7 @@ impl Apply {
         let gpu = self.device.open()?;
         let inputs: Vec<_> =
             named.iter().map(|named| LoraAdapterInput { name: &named.name, adapter: &named.adapter }).collect();
-        let weights = LoraWeights::load(&gpu, PoolSpec { sites, ..spec }, &inputs)?;
+        let weights = LoraWeights::load_with_experts(&gpu, PoolSpec { sites, ..spec }, experts, &inputs)?;
         let worker = Worker::new(&gpu, &weights, op, self.dtype, &jobs)?;
 
         let names: Vec<String> = jobs.iter().map(|job| format!("{}|y", job.path)).collect();
@@ -181,11 +194,15 @@ impl Apply {
 /// Leaves of each adapter what the input asks for: the rest takes no device memory.
 fn narrow(named: &mut [Named], jobs: &[Job]) -> Vec<AdapterLine> {
     let wanted: HashSet<&str> = jobs.iter().map(|job| &*job.path).collect();
-    let count = |named: &Named| named.adapter.pairs.len() + named.adapter.tokens.len();
+    let count = |named: &Named| {
+        let routed: HashSet<&str> = named.adapter.experts.iter().map(|pair| &*pair.site.path).collect();
+        named.adapter.pairs.len() + named.adapter.tokens.len() + routed.len()
+    };
     let narrow = |named: &mut Named| {
         let sites = count(named);
         named.adapter.pairs.retain(|pair| wanted.contains(&*pair.site.path));
         named.adapter.tokens.retain(|tokens| wanted.contains(&*tokens.site.path));
+        named.adapter.experts.retain(|pair| wanted.contains(&*pair.site.path));
         AdapterLine { name: named.name.clone(), sites, applied: count(named), notices: named.adapter.notices.clone() }
     };
     named.iter_mut().map(narrow).collect()
@@ -198,6 +215,8 @@ struct Worker<'a> {
     op: Op,
     act: DType,
     applier: Applier,
+    /// What applies routed sites, and each row's expert; absent without any.
+    experts: Option<(ExpertApplier, Region)>,
     x: Region,
     y: Region,
 }
@@ -217,6 +236,13 @@ impl<'a> Worker<'a> {
             (Self::chunk(act, job) as u64 * u64::from(width) * size).next_multiple_of(4).max(4)
         };
         let rows = most(&|job| Self::chunk(act, job) as u64) as u32;
+        let experts = match weights.storage().experts() {
+            Some(experts) => {
+                let words = gpu.alloc(u64::from(rows.max(1)) * 4, "experts of rows")?;
+                Some((ExpertApplier::new(&**gpu, experts, act, rows)?, words))
+            }
+            None => None,
+        };
         Ok(Self {
             gpu,
             weights,
@@ -224,6 +250,7 @@ impl<'a> Worker<'a> {
             act,
             // At worst every row is a tile of its own.
             applier: Applier::new(&**gpu, weights.storage(), act, Capacity { rows, tiles: rows })?,
+            experts,
             x: gpu.alloc(most(&|job| bytes(job, job.depth)), "x")?,
             y: gpu.alloc(most(&|job| bytes(job, job.width)), "y")?,
         })
@@ -252,6 +279,12 @@ impl<'a> Worker<'a> {
                 false => input.rows(&job.x, rows.clone(), depth, self.act)?,
             };
             let y = input.rows(&job.y_base, rows.clone(), width, self.act)?;
+            let experts = match (&job.experts, pool.experts()) {
+                (Some((site, tensor)), Some(pool)) => {
+                    Some((pool, *site, input.experts(tensor, rows.clone(), pool.sites()[*site].experts)?))
+                }
+                _ => None,
+            };
             let plan = Plan::from_slots(slots[rows].iter().map(|slot| (*slot).max(-1)));
             let capacity = plan.capacity();
             let len = y.len() as u64;
@@ -263,6 +296,16 @@ impl<'a> Worker<'a> {
                 encoder.write(&x_at, &x)?;
                 encoder.write(&y_at, &y)?;
                 self.applier.write_batch(encoder, &plan, capacity)?;
+                if let (Some((pool, site, experts)), Some((applier, words))) = (&experts, &self.experts) {
+                    encoder.write(words, bytemuck::cast_slice(experts))?;
+                    // Each row is a token with one expert.
+                    let (rows, count) = (capacity.rows, pool.sites()[*site].experts);
+                    let expert = Experts::ByRow(words);
+                    let routing = Routing { rows, experts: count, top_k: 1, expert, places: None };
+                    applier.encode_rows(encoder, pool, &self.applier, capacity, &routing)?;
+                    let outputs = [SiteOutput { site: *site, y: &y_rows }];
+                    return applier.encode(encoder, pool, self.op, rows, rows, ExpertInput::Rows(&x_rows), &outputs);
+                }
                 let (applier, op) = (&self.applier, self.op);
                 if let Some(output) = lora {
                     match job.ids {

@@ -98,7 +98,8 @@ impl Run {
         let start = Instant::now();
         let inputs: Vec<_> =
             resident.iter().map(|named| LoraAdapterInput { name: &named.name, adapter: &named.adapter }).collect();
-        let mut weights = LoraWeights::load(&gpu, spec, &inputs)?;
+        let experts = adapters::expert_spec(None, resident.iter().chain([&next]), self.dtype)?;
+        let mut weights = LoraWeights::load_with_experts(&gpu, spec, experts, &inputs)?;
         let load_time = start.elapsed();
 
         let mut slots = self.mix.slots(self.rows, max_loras, &mut Dice::new(self.seed));
