@@ -270,7 +270,7 @@ impl<'a> Reading<'a> {
         owners.keys().for_each(|parent| by_tail.entry(tail(parent)).or_default().push(parent));
         let mut pairs = Vec::new();
         // By linear and expert, what is to be joined: the rows in its B.
-        let mut joins: BTreeMap<(Arc<str>, usize), Vec<(ExpertPair, Range<usize>)>> = BTreeMap::new();
+        let mut joins: BTreeMap<(Arc<str>, usize), Vec<Half>> = BTreeMap::new();
         let (mut moved, mut joined, mut apart) = (None, None, None);
         for (part, site) in parts.into_iter().zip(sites) {
             let parent = match owners.contains_key(part.parent) {
@@ -459,6 +459,9 @@ impl<'a> Reading<'a> {
         }
     }
 }
+
+/// A pair of gate or up, and the rows that are its own in a linear of both.
+type Half = (ExpertPair, Range<usize>);
 
 /// Where a linear of an adapter's experts goes in a base.
 enum Place<'b> {
