@@ -97,6 +97,20 @@ pub trait GpuBackend: Debug + Send + Sync {
         transfer::download_in_pieces(self, src, to)
     }
 
+    /// Names of the ways in which this device can run a kernel, the plainest first; none where there is only one. Which
+    /// of them a kernel is run in is decided by a measured table, by device and types alone.
+    fn variants(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+
+    /// The same device opened once more, to run kernels in `variant` or a plainer one alone. For measurement.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for a name that isn't in [`GpuBackend::variants`], or those of opening a device.
+    fn limited_to(&self, variant: &str) -> Result<std::sync::Arc<dyn GpuBackend>> {
+        Err(Error::Input(format!("no variant {variant:?}; there are {:?}", self.variants())))
+    }
+
     /// Keeps `products` of matrices of `dtype`, one after the other, by the vendor's own matrix library: what the
     /// base model costs a host's engine. For measurement alone.
     ///

@@ -60,3 +60,16 @@ fn bench_names_its_cases_and_knows_no_others() {
     assert!(names.as_array().unwrap().contains(&"64x64-r16".into()));
     lorapool(["bench", "--case", "no-such-case", "--json"]).fails(2, "E_USAGE", &["no-such-case", "--list"]);
 }
+
+#[test]
+fn bench_tunes_by_timing_every_variant_beside_the_chosen_one() {
+    for backend in backends() {
+        let ran = lorapool(["bench", "--tune", "--case", "1x1-r16"].iter().chain(&SHORT).chain(&[&*backend]));
+        assert_eq!(ran.code, 0, "{ran:?}");
+        let document = ran.json();
+        let line = &document["results"][0];
+        assert!(line["chosen_us"].as_f64() > Some(0.0), "{document}");
+        let variants = document["variants"].as_array().unwrap();
+        assert_eq!(line["variants_us"].as_object().unwrap().len(), variants.len());
+    }
+}

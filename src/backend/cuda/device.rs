@@ -10,6 +10,7 @@ use cudarc::driver::sys::{self, CUcontext, CUctx_st, CUdevice, CUdevice_attribut
 use super::NAME;
 use super::driver::{self, Handle, check};
 use super::sm90::Room;
+use super::variant::Variant;
 use crate::backend::{Caps, DeviceClass, WeightLayout};
 use crate::contract::Z_PARTS;
 use crate::error::{Error, Result};
@@ -117,6 +118,8 @@ pub(super) struct Device {
     pub(super) early_launches: bool,
     /// What launches of kernels that fill a multiprocessor go by.
     pub(super) room: Room,
+    /// The least plain way in which kernels may run.
+    pub(super) limit: Variant,
     pub(super) caps: Caps,
 }
 
@@ -134,8 +137,16 @@ impl Device {
             capability,
             early_launches: early_launches()?,
             room,
+            limit: Variant::Sm90,
             caps,
         })
+    }
+
+    /// The same device with its primary context, for kernels no less plain than `limit`.
+    pub(super) fn again(&self, limit: Variant) -> Result<Self> {
+        let mut device = Self::open(Candidate::of(self.number)?)?;
+        device.limit = limit;
+        Ok(device)
     }
 
     /// A host's context, which stays the host's.
@@ -157,6 +168,7 @@ impl Device {
             capability,
             early_launches: early_launches()?,
             room,
+            limit: Variant::Sm90,
             caps,
         })
     }

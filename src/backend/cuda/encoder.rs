@@ -11,7 +11,8 @@ use cudarc::driver::sys::{
 
 use super::driver::{Handle, check};
 use super::memory::{Chunk, Memory};
-use super::module::{Function, Variant};
+use super::module::Function;
+use super::variant::Variant;
 
 use super::queue::Shared;
 use super::sm90::{Chain, Shape, shape};

@@ -15,6 +15,7 @@ mod product;
 mod queue;
 mod sm90;
 mod transfer;
+mod variant;
 
 use std::sync::Arc;
 
@@ -22,6 +23,7 @@ use self::device::{Device, candidates};
 use self::encoder::CudaEncoder;
 use self::memory::Memory;
 use self::queue::Shared;
+use self::variant::Variant;
 use super::{Caps, GpuBackend, Graph, HostBuffer, Pipeline, Product, Record, Ticket};
 use crate::contract::{Kernel, Spec};
 use crate::dtype::DType;
@@ -132,6 +134,20 @@ impl GpuBackend for CudaBackend {
 
     fn download(&self, src: &Region, to: &mut [u8]) -> Result<()> {
         transfer::download(&self.shared, src, to)
+    }
+
+    fn variants(&self) -> Vec<&'static str> {
+        let able = |variant: &Variant| self.shared.device.capability >= variant.needs();
+        Variant::ALL.into_iter().filter(able).map(Variant::name).collect()
+    }
+
+    fn limited_to(&self, variant: &str) -> Result<Arc<dyn GpuBackend>> {
+        let limit = Variant::ALL.into_iter().find(|known| known.name() == variant);
+        let limit = limit.filter(|limit| self.variants().contains(&limit.name())).ok_or_else(|| {
+            Error::Input(format!("no variant {variant:?} on this device; there are {:?}", self.variants()))
+        })?;
+        let shared = Shared::new(self.shared.device.again(limit)?)?;
+        Ok(Arc::new(Self { shared: Arc::new(shared) }))
     }
 
     fn capture_products(&self, dtype: DType, products: &[Product<'_>]) -> Result<Box<dyn Graph>> {

@@ -5,6 +5,7 @@ mod plot;
 mod report;
 mod rig;
 mod swap;
+mod tune;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -86,6 +87,10 @@ pub struct Bench {
     #[arg(long)]
     swap: bool,
 
+    /// Time the cases in every way in which the device can run its kernels, beside the one that is chosen for it
+    #[arg(long, conflicts_with_all = ["swap", "plot"])]
+    tune: bool,
+
     /// Shapes of this base (a directory with config.json and/or safetensors) instead of Llama-3.1-8B's
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
@@ -136,6 +141,11 @@ impl Bench {
             return Ok(Status::Done);
         }
         let samples = self.replays as usize;
+        if self.tune {
+            let report = tune::run(&gpu, &sites, shapes, &cases, self.dtype, samples, self.seed)?;
+            console.result(&report, tune::Report::text);
+            return Ok(Status::Done);
+        }
         let (bandwidth, copied) = rig::copy_bandwidth(&*gpu, samples)?;
         let mut progress = Progress::new("cases", cases.len());
         let mut report = Report::new(gpu.caps(), shapes, sites.len(), self.dtype, bandwidth, copied);
