@@ -151,6 +151,13 @@ impl HostCache {
         lock(&self.state).remove(name);
     }
 
+    /// Forgets all.
+    pub fn clear(&self) {
+        let mut state = lock(&self.state);
+        let names: Vec<_> = state.entries.keys().cloned().collect();
+        names.iter().for_each(|name| state.remove(name));
+    }
+
     /// Bytes of images.
     pub fn bytes(&self) -> u64 {
         lock(&self.state).bytes

@@ -288,6 +288,8 @@ impl AdapterManager {
     pub fn set_served_tables(&self, tables: Arc<dyn ServedTables + Send + Sync>) -> Result<()> {
         self.begin_change(Instant::now() + self.options.wait)?;
         let set = write(&self.weights).set_served_tables(tables);
+        // What was packed beside other tables may replace other rows.
+        self.cache.clear();
         self.end_change(lock(&self.state));
         set
     }
