@@ -169,8 +169,9 @@ pub struct Audit {
     pub tokens: Vec<AuditTokens>,
     /// Its routed linears, in natural order of their paths; empty for a rejected adapter.
     pub experts: Vec<AuditExperts>,
-    /// Bytes of all pairs at their true ranks and of all replaced rows in the file's element types, each matrix and vector
-    /// rounded up to 16 bytes: the least that a slot can take. A pool pads every slot to its own maximum rank.
+    /// Bytes of all pairs at their true ranks, those of experts among them, and of all replaced rows in the file's element
+    /// types, each matrix and vector rounded up to 16 bytes: the least that a slot can take. A pool pads every slot to its
+    /// own maximum rank.
     pub slot_bytes: u64,
     /// Content identity, in hexadecimal: see [`Adapter::digest`].
     pub digest: Option<String>,
@@ -224,7 +225,9 @@ impl Audit {
         let sites: Vec<_> = adapter.pairs.par_iter().map(|pair| AuditSite::of(pair, kind)).collect();
         let known = adapter.tokens.iter().map(AuditTokens::of);
         let tokens: Vec<_> = known.chain(adapter.raw_tokens.iter().map(AuditTokens::of_raw)).collect();
+        let experts = AuditExperts::of(adapter);
         let notices = [adapter.notices.clone(), suspicions(adapter, &sites)].concat();
+        let others = tokens.iter().map(|tokens| tokens.bytes).chain(experts.iter().map(|experts| experts.bytes));
         Audit {
             verdict: Verdict::Accept,
             code: None,
@@ -233,9 +236,9 @@ impl Audit {
             tensors: TensorCounts { applied: adapter.tensors_applied(), total: adapter.tensors.len() },
             fates: adapter.tensors.clone(),
             sites,
-            slot_bytes: adapter.pairs.iter().map(least_bytes).chain(tokens.iter().map(|tokens| tokens.bytes)).sum(),
+            slot_bytes: adapter.pairs.iter().map(least_bytes).chain(others).sum(),
             tokens,
-            experts: AuditExperts::of(adapter),
+            experts,
             digest: Some(adapter.digest.iter().map(|byte| format!("{byte:02x}")).collect()),
             config: Some(adapter.config.clone()),
         }

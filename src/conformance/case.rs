@@ -100,6 +100,8 @@ pub struct Case {
     pub table_shift: u32,
     /// Rows of x, of which each row of the batch names one, or one that isn't there; 0: each row has its own.
     pub gather: u32,
+    /// Whether the batch has packs, so that kernels may take a slot's rows together and leave z in parts.
+    pub packs: bool,
     /// Whether x, y and z lie in one allocation.
     pub one_allocation: bool,
     /// Whether some pairs have vectors behind B, others none.
@@ -135,6 +137,7 @@ impl Default for Case {
             all_weights: false,
             table_shift: 0,
             gather: 0,
+            packs: false,
             one_allocation: false,
             vectors: false,
             short_span: false,
@@ -246,6 +249,7 @@ impl fmt::Display for Case {
             ("row_scales", self.row_scales),
             ("all_weights", self.all_weights),
             ("shared_y", self.shared_y),
+            ("packs", self.packs),
             ("one_allocation", self.one_allocation),
             ("vectors", self.vectors),
             ("short_span", self.short_span),

@@ -1,5 +1,7 @@
 //! The tables of cases.
 
+use std::collections::BTreeSet;
+
 use super::case::{Case, Mix, Ranks, Values};
 use crate::dtype::DType;
 use crate::ops::Op;
@@ -60,7 +62,19 @@ pub fn smoke() -> Vec<Case> {
 /// The whole table of cases at the level of launches.
 pub fn all() -> Vec<Case> {
     let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, gathers, splits, values, vectors, hostile];
-    groups.into_iter().flat_map(|group| group()).collect()
+    let plain: Vec<Case> = groups.into_iter().flat_map(|group| group()).collect();
+    let packed = packed(&plain);
+    plain.into_iter().chain(packed).collect()
+}
+
+/// The decode cases once more with packs, in the types that any backend has a packed kernel for.
+fn packed(cases: &[Case]) -> Vec<Case> {
+    let mut seen = BTreeSet::new();
+    let decode = cases.iter().filter(|case| case.op == Op::Bgmv && case.gather == 0 && !case.one_allocation);
+    decode
+        .map(|case| Case { packs: true, act: DType::Bf16, weight: DType::Bf16, ..case.clone() })
+        .filter(|case| seen.insert(case.to_string()))
+        .collect()
 }
 
 /// Sets the types of each case in turn, so that a sweep takes all pairs of types without nine times the cases.

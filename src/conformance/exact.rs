@@ -39,13 +39,16 @@ pub fn trials() -> Vec<Trial> {
             for act in DType::ALL {
                 let weights = [act, DType::Bf16, DType::F16].into_iter().take(if act == DType::F32 { 3 } else { 1 });
                 // Rows that name rows of x: with some of the types.
-                for (weight, gather) in weights.map(|weight| (weight, 0)).chain([(act, 9)]) {
+                let packs = (op == Op::Bgmv && act == DType::Bf16).then_some((act, 0, true));
+                let usual = weights.map(|weight| (weight, 0, false));
+                for (weight, gather, packs) in usual.chain([(act, 9, false)]).chain(packs) {
                     // All rows of the one property have one x.
                     if gather > 0 && name == "any slot" {
                         continue;
                     }
                     let case = Case {
                         gather,
+                        packs,
                         op,
                         act,
                         weight,
@@ -63,7 +66,11 @@ pub fn trials() -> Vec<Trial> {
                         ..Case::default()
                     };
                     let run = move |backend: &dyn GpuBackend| check(backend, &case).map(Outcome::Checked);
-                    let how = if gather == 0 { "" } else { ",gather" };
+                    let how = match (gather, packs) {
+                        (_, true) => ",packs",
+                        (0, _) => "",
+                        _ => ",gather",
+                    };
                     trials.push(Trial::new(format!("{}[{act}x{weight}{how}] to the bit: {name}", op.name()), run));
                 }
             }

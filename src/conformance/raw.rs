@@ -10,10 +10,11 @@ use super::data::{Absent, Data, Dice, SHAPED_UNIT, Y_UNIT, Z_UNIT};
 use super::operand::Operand;
 use super::oracle::{Check, Mismatch, Oracle};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
-use crate::contract::{MAX_SITES, Params, RANK_VECTORS, RowRef, SiteParams};
+use crate::contract::{self, MAX_SITES, Pack, Params, RANK_VECTORS, RowRef, SiteParams};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Region;
+use crate::pool::Plan;
 
 /// What scratch holds before a shrink: a NaN of our own.
 const SCRATCH: f32 = f32::from_bits(0x7fc0_beef);
@@ -44,8 +45,12 @@ pub struct Rig<'b> {
     x: Operand,
     z: Operand,
     y: Vec<Operand>,
+    /// Scratch for z in parts, where the case has packs and the device leaves it so: then z means nothing.
+    parts: Option<Region>,
     /// Word in the batch where the tiles are.
     tiles_at: u32,
+    /// Word in the batch where the packs are; 0: nowhere.
+    packs_at: u32,
     /// Word in the batch where rows of x are named; 0: nowhere.
     x_rows_at: u32,
     /// Word offsets of each site's table arrays, y and z places filled in.
@@ -135,7 +140,14 @@ impl<'b> Rig<'b> {
             tables.params.y_stride = y[*operand as usize].stride as u32;
             tables.params.z_offset = (site as u64 * part) as u32;
         }
-        let (batch, [x_rows_at, tiles_at]) = batch(&data);
+        let (batch, [x_rows_at, tiles_at, packs_at]) = batch(case, &data);
+        let parts = match backend.caps().z_parts {
+            parts if parts > 0 && case.packs => {
+                let len = contract::z_bytes(rows, case.outs.len() as u64, case.max_rank, parts);
+                Some(backend.alloc(len, "conformance z in parts")?)
+            }
+            _ => None,
+        };
         let upload = |bytes: Vec<u8>, label| Ok::<_, crate::Error>((backend.alloc(bytes.len() as u64, label)?, bytes));
         let fixed = [
             upload(batch, "conformance batch")?,
@@ -172,13 +184,18 @@ impl<'b> Rig<'b> {
             x,
             z,
             y,
+            parts,
             tiles_at,
+            packs_at,
             x_rows_at,
             sites,
         };
         backend.submit(&mut |encoder| {
             for (region, bytes) in &rig.fixed {
                 encoder.write(region, bytes)?;
+            }
+            if let Some(parts) = &rig.parts {
+                encoder.write(parts, bytemuck::cast_slice(&vec![SCRATCH; parts.len() as usize / 4]))?;
             }
             encoder.write(rig.x.device(), &rig.x.image)
         })?;
@@ -198,7 +215,7 @@ impl<'b> Rig<'b> {
     /// # Errors
     /// Those of the upload.
     pub fn set_batch(&mut self, data: Data) -> Result<()> {
-        let (bytes, _) = batch(&data);
+        let (bytes, _) = batch(&self.case, &data);
         let (region, old) = &mut self.fixed[0];
         assert!(bytes.len() <= old.len(), "a batch that was laid out for fewer tiles");
         old.fill(0);
@@ -238,7 +255,10 @@ impl<'b> Rig<'b> {
             0 => self.x.rows(first, rows, case.in_features.into())?,
             all => self.x.rows(0, all, case.in_features.into())?,
         };
-        let z = self.z.rows(first, rows, self.z.stride - u64::from(case.pad))?;
+        let z = match &self.parts {
+            Some(parts) => parts.clone(),
+            None => self.z.rows(first, rows, self.z.stride - u64::from(case.pad))?,
+        };
         let mut params = Params {
             rows,
             row_first: first,
@@ -257,6 +277,8 @@ impl<'b> Rig<'b> {
             max_out: case.outs.iter().max().copied().unwrap_or(0),
             x_rows_at: self.x_rows_at,
             x_rows: case.gather,
+            packs_at: self.packs_at,
+            z_parts: if self.parts.is_some() { self.backend.caps().z_parts } else { 0 },
             ..Params::default()
         };
         let site = |site: usize, cells: u32, bytes: u64| SiteParams {
@@ -325,10 +347,12 @@ impl<'b> Rig<'b> {
                     continue;
                 };
                 let oracle = Oracle::new(data.view(case, site, pair), data.x(case, row));
-                let range = self.z.range(row, tables.params.z_offset.into(), pair.rank.into());
-                let got = DType::F32.decode(&outputs.z[range.clone()]);
-                check.row(&z_name, row, DType::F32, &oracle.shrink(z_unit), &got);
-                kept_z[range.clone()].copy_from_slice(&outputs.z[range]);
+                if self.parts.is_none() {
+                    let range = self.z.range(row, tables.params.z_offset.into(), pair.rank.into());
+                    let got = DType::F32.decode(&outputs.z[range.clone()]);
+                    check.row(&z_name, row, DType::F32, &oracle.shrink(z_unit), &got);
+                    kept_z[range.clone()].copy_from_slice(&outputs.z[range]);
+                }
 
                 if case.short_span && pair.vectors.is_some() {
                     check.elements += out;
@@ -360,7 +384,8 @@ impl<'b> Rig<'b> {
     /// The bytes of `row` at `site`: its z up to its rank, and its y.
     pub fn row<'o>(&self, outputs: &'o Outputs, row: usize, site: usize) -> (&'o [u8], &'o [u8]) {
         let params = &self.sites[site].params;
-        let rank = self.data.pair(row, site).map_or(0, |pair| pair.rank);
+        // In parts it is where the device likes.
+        let rank = if self.parts.is_some() { 0 } else { self.data.pair(row, site).map_or(0, |pair| pair.rank) };
         let z = self.z.range(row, params.z_offset.into(), rank.into());
         let operand = params.y_operand as usize;
         let y = self.y[operand].range(row, params.y_offset.into(), self.case.outs[site].into());
@@ -368,8 +393,9 @@ impl<'b> Rig<'b> {
     }
 }
 
-/// The batch operand, and the words where rows of x are named (0: nowhere) and where its tiles start.
-fn batch(data: &Data) -> (Vec<u8>, [u32; 2]) {
+/// The batch operand, and the words where rows of x are named (0: nowhere), where its tiles start, and where its packs do
+/// (0: nowhere).
+fn batch(case: &Case, data: &Data) -> (Vec<u8>, [u32; 3]) {
     let rows = data.slots.iter().zip(&data.row_scales).map(|(slot, scale)| RowRef { slot: *slot, scale: *scale });
     let mut bytes: Vec<u8> = bytemuck::cast_slice(&rows.collect::<Vec<_>>()).to_vec();
     let x_rows_at = if data.x_rows.is_empty() { 0 } else { bytes.len() as u32 / 4 };
@@ -377,7 +403,15 @@ fn batch(data: &Data) -> (Vec<u8>, [u32; 2]) {
     bytes.resize(bytes.len().next_multiple_of(16), 0xff);
     let tiles_at = bytes.len() as u32 / 4;
     bytes.extend_from_slice(bytemuck::cast_slice(&data.tiles));
-    (bytes, [x_rows_at, tiles_at])
+    let mut packs_at = 0;
+    if case.packs {
+        packs_at = bytes.len() as u32 / 4;
+        let plan = Plan::from_slots(data.slots.iter().copied());
+        let spare = Pack { slot: -1, ..Pack::default() };
+        let packs = plan.packs().iter().copied().chain(std::iter::repeat(spare)).take(data.slots.len());
+        bytes.extend_from_slice(bytemuck::cast_slice(&packs.collect::<Vec<_>>()));
+    }
+    (bytes, [x_rows_at, tiles_at, packs_at])
 }
 
 /// The weights operand: slot after slot, A, B and vectors of each site; NaN wherever no pair has an element.
