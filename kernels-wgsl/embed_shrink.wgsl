@@ -1,6 +1,9 @@
 // z[row][r] = A^T[slot(row)][ids[row]][r], 0 where ids[row] is no row of A^T
 //
-// A workgroup: one row; its threads take the ranks. Binding 3 holds ids here.
+// A workgroup: one row; its threads take the ranks.
+
+// In x's place.
+@group(0) @binding(3) var<storage, read> ids: array<u32>;
 
 @compute @workgroup_size(THREADS)
 fn embed_shrink(
@@ -18,7 +21,7 @@ fn embed_shrink(
     if first >= pair.rank {
         return;
     }
-    let id = x[origin(3u) / 4u + row];
+    let id = ids[origin(3u) / 4u + row];
     var a: Eight;
     if id < envelope.params.in_features {
         a = weight_chunk(pair.base, id * envelope.params.a_stride, thread, pair.rank);

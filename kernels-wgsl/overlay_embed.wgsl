@@ -1,7 +1,9 @@
 // y[row] = rows[slot(row)][j], rounded once, where ids[row] is the slot's id j; elsewhere y[row] keeps its bits
 //
-// A workgroup: one row. Each thread looks the id up, all with one result, and then writes a chunk at a time. Binding 3
-// holds ids here.
+// A workgroup: one row. Each thread looks the id up, all with one result, and then writes a chunk at a time.
+
+// In x's place.
+@group(0) @binding(3) var<storage, read> ids: array<u32>;
 
 // Elements `n` and `n + 1`; the first alone where it is the last one of the row.
 fn set_outputs(row: u32, n: u32, values: vec2<f32>) {
@@ -32,7 +34,7 @@ fn overlay_embed(
     if overlay.count == 0u {
         return;
     }
-    let id = x[origin(3u) / 4u + row];
+    let id = ids[origin(3u) / 4u + row];
     // The first j whose id is not below: in low..=high.
     var low = 0u;
     var high = overlay.count;

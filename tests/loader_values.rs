@@ -36,6 +36,17 @@ fn every_accepted_fixture_gives_pefts_outputs() {
             // Kernels take the scale in f32; PEFT has it in f64.
             let (_, scale) = adapter.config.scales().unwrap().of(&pair.site.path).unwrap();
             assert_eq!(pair.scale, scale as f32);
+            // Of a router PEFT's output is the change of its parameter.
+            if let Some(change) = expected.get(&format!("{}.weight|delta_w", pair.site.path)) {
+                let (inputs, outputs) = (pair.in_features(), pair.out_features());
+                let ones: Vec<f64> = (0..inputs * inputs).map(|i| f64::from(u8::from(i % (inputs + 1) == 0))).collect();
+                for (i, d) in delta(pair, scale, &ones).iter().enumerate() {
+                    let want = change.values[i % outputs * inputs + i / outputs];
+                    assert!((d - want).abs() < 1e-9, "{case} {}: {d} {want}", pair.site.path);
+                    compared += 1;
+                }
+                continue;
+            }
             // An embedding's input is a one where the token is.
             let inputs = match pair.embedding {
                 false => get("x").values.clone(),
@@ -86,8 +97,12 @@ fn ranks_scales_and_widths_are_pefts() {
         let Some(modules) = meta["modules"].as_object() else { continue };
         let linears: BTreeMap<&str, &Value> = modules
             .iter()
-            .filter(|(_, m)| matches!(m["kind"].as_str(), Some("Linear" | "Conv1D" | "Embedding")))
-            .map(|(path, m)| (path.as_str(), m))
+            .filter(|(_, m)| {
+                // A router is a parameter of two dimensions, and a linear all the same.
+                let router = m["shape"].as_array().is_some_and(|shape| shape.len() == 2);
+                router || matches!(m["kind"].as_str(), Some("Linear" | "Conv1D" | "Embedding"))
+            })
+            .map(|(path, m)| (m["saved_as"].as_str().unwrap_or(path), m))
             .collect();
         let found: Vec<&str> = adapter.pairs.iter().map(|pair| &*pair.site.path).collect();
         let mut sorted = found.clone();
@@ -98,9 +113,13 @@ fn ranks_scales_and_widths_are_pefts() {
             assert_eq!(pair.rank() as u64, meta["r"].as_u64().unwrap(), "{case} {}", pair.site.path);
             assert_eq!(pair.scale, meta["scaling"].as_f64().unwrap() as f32, "{case} {}", pair.site.path);
             assert_eq!(pair.embedding, meta["kind"] == "Embedding");
-            let inputs = if pair.embedding { 131 } else { meta["in"].as_u64().unwrap() };
+            let [inputs, outputs] = match (&meta["shape"], pair.embedding) {
+                (Value::Array(shape), _) => [&shape[1], &shape[0]].map(|n| n.as_u64().unwrap()),
+                (_, true) => [131, meta["out"][0].as_u64().unwrap()],
+                (_, false) => [&meta["in"], &meta["out"][0]].map(|n| n.as_u64().unwrap()),
+            };
             assert_eq!(pair.in_features() as u64, inputs, "{case} {}", pair.site.path);
-            assert_eq!(pair.out_features() as u64, meta["out"][0].as_u64().unwrap(), "{case} {}", pair.site.path);
+            assert_eq!(pair.out_features() as u64, outputs, "{case} {}", pair.site.path);
             compared += 1;
         }
     }
