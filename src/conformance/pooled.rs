@@ -250,7 +250,7 @@ fn large(backend: &dyn GpuBackend, op: Op) -> Result<Outcome> {
     }
     let path: Arc<str> = "model.layers.0.self_attn.q_proj".into();
     let site = SiteSpec::linear(SiteId::from_path(&path), WIDTH, WIDTH);
-    let spec = PoolSpec { sites: vec![site], max_rank: RANK, max_loras: slots, dtype: DType::Bf16, vectors: false };
+    let spec = PoolSpec { sites: vec![site], max_rank: RANK, max_loras: slots, dtype: DType::Bf16, vectors: true };
     let (x, y) = activations(&spec, DType::F32, 4);
     let last = slots as i32 - 1;
     let rows = [0, last, -1, last - 1].map(|slot| RowRef { slot, scale: 1.0 });

@@ -143,7 +143,8 @@ impl<'b> Rig<'b> {
         let (batch, [x_rows_at, tiles_at, packs_at]) = batch(case, &data);
         let parts = match backend.caps().z_parts {
             parts if parts > 0 && case.packs => {
-                let len = contract::z_bytes(rows, case.outs.len() as u64, case.max_rank, parts);
+                let whole = rows * (u64::from(case.max_rank) + pad) * case.outs.len() as u64 * 4;
+                let len = contract::z_bytes(rows, case.outs.len() as u64, case.max_rank, parts).max(whole);
                 Some(backend.alloc(len, "conformance z in parts")?)
             }
             _ => None,
@@ -273,7 +274,7 @@ impl<'b> Rig<'b> {
             z_stride: self.z.stride as u32,
             max_rank: case.max_rank,
             tiles_at: self.tiles_at,
-            tiles: self.data.tiles.len() as u32,
+            tiles: if case.packs { 0 } else { self.data.tiles.len() as u32 },
             max_out: case.outs.iter().max().copied().unwrap_or(0),
             x_rows_at: self.x_rows_at,
             x_rows: case.gather,
@@ -393,25 +394,25 @@ impl<'b> Rig<'b> {
     }
 }
 
-/// The batch operand, and the words where rows of x are named (0: nowhere), where its tiles start, and where its packs do
-/// (0: nowhere).
+/// The batch operand, and the words where rows of x are named (0: nowhere), where its tiles start, and where its packs
+/// do, which a case has in place of tiles (0: nowhere).
 fn batch(case: &Case, data: &Data) -> (Vec<u8>, [u32; 3]) {
     let rows = data.slots.iter().zip(&data.row_scales).map(|(slot, scale)| RowRef { slot: *slot, scale: *scale });
     let mut bytes: Vec<u8> = bytemuck::cast_slice(&rows.collect::<Vec<_>>()).to_vec();
     let x_rows_at = if data.x_rows.is_empty() { 0 } else { bytes.len() as u32 / 4 };
     bytes.extend_from_slice(bytemuck::cast_slice(&data.x_rows));
     bytes.resize(bytes.len().next_multiple_of(16), 0xff);
-    let tiles_at = bytes.len() as u32 / 4;
-    bytes.extend_from_slice(bytemuck::cast_slice(&data.tiles));
-    let mut packs_at = 0;
-    if case.packs {
-        packs_at = bytes.len() as u32 / 4;
-        let plan = Plan::from_slots(data.slots.iter().copied());
-        let spare = Pack { slot: -1, ..Pack::default() };
-        let packs = plan.packs().iter().copied().chain(std::iter::repeat(spare)).take(data.slots.len());
-        bytes.extend_from_slice(bytemuck::cast_slice(&packs.collect::<Vec<_>>()));
+    let at = bytes.len() as u32 / 4;
+    if !case.packs {
+        bytes.extend_from_slice(bytemuck::cast_slice(&data.tiles));
+        return (bytes, [x_rows_at, at, 0]);
     }
-    (bytes, [x_rows_at, tiles_at, packs_at])
+    // Where another batch has its packs too, however many tiles it would have.
+    let plan = Plan::from_slots(data.slots.iter().copied());
+    let spare = Pack { slot: -1, ..Pack::default() };
+    let packs = plan.packs().iter().copied().chain(std::iter::repeat(spare)).take(data.slots.len());
+    bytes.extend_from_slice(bytemuck::cast_slice(&packs.collect::<Vec<_>>()));
+    (bytes, [x_rows_at, 0, at])
 }
 
 /// The weights operand: slot after slot, A, B and vectors of each site; NaN wherever no pair has an element.
