@@ -11,98 +11,45 @@
 //! every wait has a deadline. Loads of one name at one time are one load.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::cache::{HostCache, Ready, Stamp};
+use super::cache::HostCache;
+use super::flight::{Flight, Landed};
 use super::lane::Lane;
 use super::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, lock, read, wait, wait_until, write};
-use super::{AdapterSlot, Lease, LoraWeights, Step};
-use crate::adapter::{self, Adapter, BaseModel, ServedTables};
+use super::{Lease, LoraWeights, Options, Source, Step};
+use crate::adapter::ServedTables;
 use crate::backend::GpuBackend;
 use crate::error::{Error, Holder, Result};
-use crate::pool::{Claim, Pool, SlotImage, Slots, Staging};
-
-/// Where an adapter's bytes come from when it is needed.
-#[derive(Clone, Debug)]
-pub enum Source {
-    /// A PEFT directory, read anew on each load but where [`Options::host_cache`] has what its files, by length
-    /// and time of change, still hold.
-    Dir(PathBuf),
-    /// PEFT directories, read as one is, and weights: the sum of their deltas, as
-    /// [`adapter::load_merged`] makes it.
-    Merged(Vec<(PathBuf, f32)>),
-    /// Host memory.
-    Memory(Arc<Adapter>),
-}
-
-/// How a manager waits and checks.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Longest wait of a call: for its turn, for a slot, for a step to end, for users to leave.
-    pub wait: Duration,
-    /// Whether staged bytes are read back and compared before they are published.
-    pub verify: bool,
-    /// Bytes of page-locked host memory for adapters that were resident: they come back to a slot at the speed of
-    /// the device's link. 0: none are kept.
-    pub host_cache: u64,
-    /// The base model that adapters from disk are checked against.
-    pub base: Option<Arc<BaseModel>>,
-    /// A folder of adapters: a name that is not registered is looked for there, and nowhere else.
-    pub root: Option<PathBuf>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { wait: Duration::from_secs(30), verify: true, host_cache: 0, base: None, root: None }
-    }
-}
-
-/// A load under way.
-#[derive(Debug)]
-struct Flight {
-    id: u64,
-    /// Those who wait for its end.
-    waiting: usize,
-    /// Leases to be taken at the moment of publication.
-    leases: u32,
-}
-
-/// A load that ended, kept until all who waited for it have heard.
-#[derive(Debug)]
-struct Landed {
-    waiting: usize,
-    result: Result<u32, Arc<Error>>,
-}
-
+use crate::pool::{Pool, Slots, Staging};
 #[derive(Debug)]
 pub(super) struct State {
-    pub slots: Slots,
-    sources: BTreeMap<Arc<str>, Source>,
-    flights: BTreeMap<Arc<str>, Flight>,
-    landed: BTreeMap<u64, Landed>,
-    next_flight: u64,
+    pub(super) slots: Slots,
+    pub(super) sources: BTreeMap<Arc<str>, Source>,
+    pub(super) flights: BTreeMap<Arc<str>, Flight>,
+    pub(super) landed: BTreeMap<u64, Landed>,
+    pub(super) next_flight: u64,
     /// Steps under way.
-    steps: usize,
+    pub(super) steps: usize,
     /// Someone changes tables or waits to: no new step begins.
-    publishing: bool,
+    pub(super) publishing: bool,
     /// What was pinned before it became active, too.
-    pinned: Vec<Arc<str>>,
+    pub(super) pinned: Vec<Arc<str>>,
 }
 
 /// Adapters of one pool, by name. Methods may be called from any thread; no lock is held while bytes move.
 #[derive(Debug)]
 pub struct AdapterManager {
-    weights: RwLock<LoraWeights>,
-    pool: Arc<Pool>,
-    gpu: Arc<dyn GpuBackend>,
-    staging: Staging,
-    cache: HostCache,
-    lane: Lane,
-    state: Mutex<State>,
-    changed: Condvar,
-    options: Options,
+    pub(super) weights: RwLock<LoraWeights>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) gpu: Arc<dyn GpuBackend>,
+    pub(super) staging: Staging,
+    pub(super) cache: HostCache,
+    pub(super) lane: Lane,
+    pub(super) state: Mutex<State>,
+    pub(super) changed: Condvar,
+    pub(super) options: Options,
 }
 
 impl AdapterManager {
@@ -321,14 +268,14 @@ impl AdapterManager {
     }
 
     /// Forgets in the loaded set who was in `slot`, if no one is any more.
-    fn note_vacant(&self, state: &State, slot: u32) {
+    pub(super) fn note_vacant(&self, state: &State, slot: u32) {
         if state.slots.slots()[slot as usize].name.is_none() {
             write(&self.weights).vacate(slot as usize);
         }
     }
 
     /// A user more on `name`, if a slot takes new users of it.
-    fn enter(&self, state: &mut State, name: &str) -> Option<u32> {
+    pub(super) fn enter(&self, state: &mut State, name: &str) -> Option<u32> {
         let slot = state.slots.acquire(name)?;
         read(&self.weights).acquire_slot(slot as i32);
         Some(slot)
@@ -342,317 +289,7 @@ impl AdapterManager {
         self.lane.len()
     }
 
-    /// Makes `name` resident, takes `leases` (0 or 1) on it, and returns its slot. With a source, loads
-    /// it even where the name is resident; takes no lease then.
-    fn bring(&self, name: &str, source: Option<Source>, leases: u32, deadline: Instant) -> Result<u32> {
-        loop {
-            let mut state = lock(&self.state);
-            if source.is_none() {
-                let resident = match leases {
-                    0 => state.slots.ready(name),
-                    _ => self.enter(&mut state, name),
-                };
-                if let Some(slot) = resident {
-                    return Ok(slot);
-                }
-            }
-            let joined = state.flights.get_mut(name).map(|flight| {
-                flight.waiting += 1;
-                flight.leases += leases;
-                flight.id
-            });
-            let flight = match joined {
-                Some(id) => id,
-                None => {
-                    let from = source.clone().or_else(|| state.sources.get(name).cloned());
-                    let from = from.map_or_else(|| self.look_up(name), Ok)?;
-                    let id = self.take_off(&mut state, name, leases);
-                    drop(state);
-                    match self.fly(name, &from, source.is_some(), deadline) {
-                        Ok(_) if source.is_some() => drop(lock(&self.state).sources.insert(name.into(), from)),
-                        Ok(_) => {}
-                        Err(error) => self.crash(name, error),
-                    }
-                    state = lock(&self.state);
-                    id
-                }
-            };
-            let leads = joined.is_none();
-            match self.hear(state, flight, leases, deadline)? {
-                // Another one's source landed, or another one's time ran out: ours hasn't.
-                _ if !leads && source.is_some() => {}
-                Err(error) if !leads && matches!(*error, Error::TimedOut { .. }) && Instant::now() < deadline => {}
-                Ok(slot) => return Ok(slot),
-                Err(error) => return Err(Error::Load { name: name.to_owned(), source: error }),
-            }
-        }
-    }
-
-    /// Where a name that no one registered comes from: the root, if there is one.
-    fn look_up(&self, name: &str) -> Result<Source> {
-        let unknown = || read(&self.weights).unknown(name);
-        match adapter::confine(self.options.root.as_deref().ok_or_else(unknown)?, name) {
-            Ok(dir) => Ok(Source::Dir(dir)),
-            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Err(unknown()),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn take_off(&self, state: &mut State, name: &str, leases: u32) -> u64 {
-        let id = state.next_flight;
-        state.next_flight += 1;
-        state.flights.insert(name.into(), Flight { id, waiting: 1, leases });
-        id
-    }
-
-    /// Waits for a flight's end and leaves it. The inner result is the flight's.
-    fn hear(
-        &self,
-        mut state: MutexGuard<'_, State>,
-        id: u64,
-        leases: u32,
-        deadline: Instant,
-    ) -> Result<Result<u32, Arc<Error>>> {
-        loop {
-            if let Some(landed) = state.landed.get_mut(&id) {
-                let result = landed.result.clone();
-                landed.waiting -= 1;
-                if landed.waiting == 0 {
-                    state.landed.remove(&id);
-                }
-                return Ok(result);
-            }
-            state = match wait_until(&self.changed, state, deadline) {
-                Ok(state) => state,
-                Err(mut state) => {
-                    let error = self.timed_out("a load", &state);
-                    if let Some(flight) = state.flights.values_mut().find(|flight| flight.id == id) {
-                        flight.waiting -= 1;
-                        flight.leases -= leases;
-                    }
-                    return Err(error);
-                }
-            };
-        }
-    }
-
-    /// Ends a flight that failed: tells those who wait. One that succeeded has ended already ([`Self::seat`]).
-    fn crash(&self, name: &str, error: Error) {
-        let mut state = lock(&self.state);
-        if let Some(flight) = state.flights.remove(name) {
-            state.landed.insert(flight.id, Landed { waiting: flight.waiting, result: Err(Arc::new(error)) });
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// All stages of one load. `anew`: whatever the host cache has.
-    fn fly(&self, name: &str, source: &Source, anew: bool, deadline: Instant) -> Result<u32> {
-        let span = tracing::info_span!("load", adapter = name);
-        let _entered = span.enter();
-        let started = Instant::now();
-        let result = self.stages(name, source, anew, deadline);
-        metrics::histogram!("lorapool_load_seconds").record(started.elapsed());
-        match &result {
-            Ok(slot) => {
-                metrics::counter!("lorapool_loads_total").increment(1);
-                tracing::info!(slot, seconds = started.elapsed().as_secs_f64(), "loaded");
-            }
-            Err(error) => {
-                metrics::counter!("lorapool_refusals_total", "code" => error.code()).increment(1);
-                tracing::warn!(code = error.code(), %error, "refused");
-            }
-        }
-        result
-    }
-
-    fn stages(&self, name: &str, source: &Source, anew: bool, deadline: Instant) -> Result<u32> {
-        let ready = self.prepare(name, source, anew)?;
-        let Some(_inside) = self.lane.enter(deadline) else {
-            return Err(self.timed_out("its turn to load", &lock(&self.state)));
-        };
-        if let Some(slot) = self.same_bytes(name, &ready.adapter) {
-            return Ok(slot);
-        }
-        self.staging.fill(&*self.gpu, &ready.image)?;
-        if self.options.verify {
-            self.staging.verify(&*self.gpu, &ready.image)?;
-        }
-        let slot = self.claim(name, deadline)?;
-        let published = self.publish(slot, name, &ready, deadline);
-        if published.is_err() {
-            lock(&self.state).slots.abandon(slot);
-            self.changed.notify_all();
-        }
-        published.map(|()| slot)
-    }
-
-    /// The slot image of an adapter whose elements are of no use beside it.
-    fn pack(&self, adapter: Adapter) -> Result<(Arc<Adapter>, SlotImage)> {
-        let mut adapter = read(&self.weights).compared(adapter)?;
-        let image = self.cache.pack(&*self.gpu, &self.pool, &adapter)?;
-        adapter.forget_elements();
-        Ok((Arc::new(adapter), image))
-    }
-
-    /// The slot image of `name`: from the host cache, or read, checked and packed.
-    fn prepare(&self, name: &str, source: &Source, anew: bool) -> Result<Arc<Ready>> {
-        // Before the bytes are read: a change while they are must not look like what was read.
-        let stamp = Stamp::of(source);
-        if !anew && let Some(ready) = self.cache.get(name, &stamp) {
-            metrics::counter!("lorapool_host_cache_hits_total").increment(1);
-            return Ok(ready);
-        }
-        let (adapter, image) = match source {
-            Source::Memory(adapter) if adapter.raw_tokens.is_empty() => {
-                (adapter.clone(), self.cache.pack(&*self.gpu, &self.pool, adapter)?)
-            }
-            Source::Memory(adapter) => self.pack(adapter.as_ref().clone())?,
-            Source::Dir(dir) => self.pack(adapter::load(dir, self.options.base.as_deref())?)?,
-            Source::Merged(parts) => self.pack(adapter::load_merged(parts, self.options.base.as_deref())?)?,
-        };
-        let ready = Arc::new(Ready { adapter, image });
-        self.cache.put(name, stamp, &ready);
-        metrics::gauge!("lorapool_host_cache_bytes").set(self.cache.bytes() as f64);
-        Ok(ready)
-    }
-
-    /// The slot that serves these very bytes under this name already; takes the waiting leases on it.
-    fn same_bytes(&self, name: &str, adapter: &Adapter) -> Option<u32> {
-        let mut state = lock(&self.state);
-        let slot = state.slots.ready(name)?;
-        if read(&self.weights).slots[slot as usize].digest != adapter.digest {
-            return None;
-        }
-        state.slots.touch(slot);
-        self.seat(&mut state, name, slot);
-        Some(slot)
-    }
-
-    /// Ends `name`'s load in `slot`: takes the leases that wait for it, in the same breath as it becomes
-    /// visible, so that no one who waited can lose the slot again before using it.
-    fn seat(&self, state: &mut State, name: &str, slot: u32) {
-        let Some(flight) = state.flights.remove(name) else { return };
-        (0..flight.leases).for_each(|_| {
-            self.enter(state, name);
-        });
-        state.landed.insert(flight.id, Landed { waiting: flight.waiting, result: Ok(slot) });
-        self.changed.notify_all();
-    }
-
-    /// Waits for a slot.
-    fn claim(&self, name: &str, deadline: Instant) -> Result<u32> {
-        let name: Arc<str> = name.into();
-        let mut state = lock(&self.state);
-        loop {
-            match state.slots.claim(&name) {
-                Claim::Granted(slot) => return Ok(slot),
-                Claim::Never => {
-                    let pinned = state.slots.slots().iter().filter(|slot| slot.pinned).count();
-                    return Err(Error::PoolFull { slots: state.slots.slots().len(), pinned });
-                }
-                Claim::Wait => {
-                    state = wait_until(&self.changed, state, deadline).map_err(|mut state| {
-                        state.slots.give_up();
-                        self.timed_out("a free slot", &state)
-                    })?;
-                }
-            }
-        }
-    }
-
-    /// Copies the staged bytes into a claimed slot and publishes its tables, between two steps.
-    fn publish(&self, slot: u32, name: &str, ready: &Ready, deadline: Instant) -> Result<()> {
-        let Ready { adapter, image } = ready;
-        let layers = super::layers::layers_of(&self.pool, slot, adapter)?;
-        self.begin_change(deadline)?;
-        let mut stage =
-            |encoder: &mut dyn crate::backend::Encoder| self.staging.copy_to(&self.pool, slot, image, encoder);
-        let sent = self.pool.publish_image(&*self.gpu, slot, image, &mut stage);
-        let sent = sent.map(|ticket| self.staging.busy_until(ticket));
-        let mut state = lock(&self.state);
-        if sent.is_ok() {
-            let mut weights = write(&self.weights);
-            let evicted = std::mem::take(&mut weights.slots[slot as usize].name);
-            if !evicted.is_empty() && evicted != name {
-                metrics::counter!("lorapool_evictions_total").increment(1);
-                tracing::info!(slot, evicted, "evicted");
-            }
-            let generation = weights.slots[slot as usize].generation + 1;
-            // An older adapter of the name that still drains keeps its slot, but not the name.
-            let older = weights.slot_of(name).filter(|older| *older != slot as usize);
-            if let Some(older) = older {
-                weights.slots[older].name = format!("{name} (generation {})", weights.slots[older].generation);
-                if weights.active == older {
-                    weights.active = slot as usize;
-                }
-            }
-            weights.slots[slot as usize] = AdapterSlot {
-                name: name.to_owned(),
-                adapter_config: adapter.config.clone(),
-                layers,
-                generation,
-                digest: adapter.digest,
-            };
-            weights.overlay_raw[slot as usize] = None;
-            weights.mirror();
-            let pinned = state.pinned.iter().any(|pinned| **pinned == *name) || weights.active == slot as usize;
-            drop(weights);
-            state.slots.publish(slot, &name.into(), pinned);
-            if let Some(older) = older {
-                self.note_vacant(&state, older as u32);
-            }
-            self.seat(&mut state, name, slot);
-        }
-        self.end_change(state);
-        sent
-    }
-
-    /// Waits until no step is under way, and keeps new ones from beginning.
-    fn begin_change(&self, deadline: Instant) -> Result<()> {
-        let mut state = lock(&self.state);
-        while state.publishing {
-            state =
-                wait_until(&self.changed, state, deadline).map_err(|state| self.timed_out("another change", &state))?;
-        }
-        state.publishing = true;
-        while state.steps > 0 {
-            state = match wait_until(&self.changed, state, deadline) {
-                Ok(state) => state,
-                Err(state) => {
-                    let error = self.timed_out("a step to end", &state);
-                    self.end_change(state);
-                    return Err(error);
-                }
-            };
-        }
-        Ok(())
-    }
-
-    /// Lets steps begin again.
-    fn end_change(&self, mut state: MutexGuard<'_, State>) {
-        state.publishing = false;
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// Empties the tables of a slot that an unload has freed, unless it has been filled again.
-    fn wipe(&self, slot: u32, generation: u64, deadline: Instant) -> Result<()> {
-        self.begin_change(deadline)?;
-        let still = {
-            let state = lock(&self.state);
-            let now = &state.slots.slots()[slot as usize];
-            now.name.is_none() && now.generation == generation
-        };
-        let sent = match still {
-            true => self.pool.clear(&*self.gpu, slot).map(|_| ()),
-            false => Ok(()),
-        };
-        self.end_change(lock(&self.state));
-        sent
-    }
-
-    fn timed_out(&self, what: &'static str, state: &State) -> Error {
+    pub(super) fn timed_out(&self, what: &'static str, state: &State) -> Error {
         let holds = state.slots.slots().iter().enumerate().filter(|(_, slot)| slot.refs > 0);
         let holders = holds.map(|(index, slot)| Holder {
             slot: index as u32,

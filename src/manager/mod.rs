@@ -4,6 +4,8 @@
 //! [`AdapterManager`] is what a server holds: it loads by name, hands out leases, and swaps between steps.
 
 mod cache;
+mod change;
+mod flight;
 mod lane;
 mod layers;
 mod lease;
@@ -14,6 +16,7 @@ mod overlay;
 mod refs;
 mod select;
 mod slot;
+mod source;
 mod status;
 mod step;
 mod sync;
@@ -22,10 +25,11 @@ mod weights;
 pub use layers::{DenseWeight, LoraLayerWeights, LoraPair, LoraTokenRows};
 pub use lease::Lease;
 pub use load::LoraAdapterInput;
-pub use manager::{AdapterManager, Options, Source};
+pub use manager::AdapterManager;
 pub use overlay::{DeviceTables, OverlayRawSlot};
 pub use select::{VictimError, select_victim_slot};
 pub use slot::{AdapterSlot, SlotRef, SlotView};
+pub use source::{Options, Source};
 pub use status::{Resident, Status};
 pub use step::Step;
 pub use weights::LoraWeights;
