@@ -3,7 +3,7 @@
 //! A backend without driver or device is ignored with the reason, unless `REQUIRE_BACKENDS` (names,
 //! separated by commas) asks for it: then its trials fail.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use lorapool::backend::{self, Encoder, GpuBackend, Launch, Pipeline};
@@ -13,11 +13,15 @@ use lorapool::{Allocation, DType, DevicePtr, Error, Region, Result};
 /// A promise: its name and how it is tried. `open` opens the backend once more.
 type Promise = (&'static str, fn(&Bench) -> Result<()>);
 
+/// The promise whose trials measure the process's memory, which no other trial may use meanwhile.
+const MEASURES: &str = "two_thousand_allocations_leave_nothing_behind";
+static TURN: RwLock<()> = RwLock::new(());
+
 const PROMISES: &[Promise] = &[
     ("memory_is_zeroed_even_where_it_was_used_before", memory_is_zeroed),
     ("addresses_are_aligned_and_apart", addresses_are_apart),
     ("an_allocation_past_the_limit_is_refused", allocation_past_the_limit),
-    ("two_thousand_allocations_leave_nothing_behind", allocations_leave_nothing),
+    (MEASURES, allocations_leave_nothing),
     ("any_range_can_be_read", any_range_can_be_read),
     ("writes_copies_and_launches_keep_their_order", order_is_kept),
     ("misaligned_and_overlong_writes_are_refused", bad_writes_are_refused),
@@ -588,7 +592,16 @@ fn main() {
         let device = Arc::new(Device { name, required, opened: OnceLock::new() });
         for (promise, run) in PROMISES {
             let device = device.clone();
-            trials.push(Trial::ignorable_test(format!("{name}::{promise}"), move || device.keeps(*run)));
+            let alone = *promise == MEASURES;
+            let trial = move || {
+                let (_alone, _beside);
+                match alone {
+                    true => _alone = TURN.write().unwrap_or_else(PoisonError::into_inner),
+                    false => _beside = TURN.read().unwrap_or_else(PoisonError::into_inner),
+                }
+                device.keeps(*run)
+            };
+            trials.push(Trial::ignorable_test(format!("{name}::{promise}"), trial));
         }
     }
     libtest_mimic::run(&arguments, trials).exit();
