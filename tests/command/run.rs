@@ -126,3 +126,13 @@ fn a_sum_of_adapters_runs_as_one() {
     let rank = |document: &Value| document["adapters"][0]["rank_max"].as_u64().unwrap();
     assert_eq!(rank(&document), rank(&alone) + 8);
 }
+
+#[test]
+fn experts_that_a_run_does_not_check_are_said_to_be_unchecked() {
+    let case = "41_moe_v4_per_expert_keys";
+    let args =
+        ["run", "--backend", "cpu", "--base", &fixture("_base/mixtral"), "--json", "--adapter"].map(str::to_owned);
+    let document = lorapool(args.into_iter().chain([format!("a={}", fixture(case))])).json();
+    let notices = document["adapters"][0]["notices"].as_array().unwrap();
+    assert!(notices.iter().any(|notice| notice["code"] == "N_EXPERTS_UNCHECKED"), "{document}");
+}

@@ -1,8 +1,10 @@
 //! What `lorapool run` prints.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use lorapool::DType;
+use lorapool::adapter::{Adapter, Notice};
 use lorapool::conformance::oracle::{Check, Mismatch};
 use lorapool::ops::Op;
 use serde::Serialize;
@@ -53,7 +55,7 @@ pub struct AdapterLine {
     pub scale: f32,
     /// Bytes of its matrices.
     pub bytes: usize,
-    pub notices: Vec<lorapool::adapter::Notice>,
+    pub notices: Vec<Notice>,
 }
 
 impl AdapterLine {
@@ -66,7 +68,7 @@ impl AdapterLine {
             rank_max: pairs.iter().map(|pair| pair.rank()).max().unwrap_or(0),
             scale: named.adapter.scale,
             bytes: pairs.iter().map(|pair| pair.a.bytes.len() + pair.b.bytes.len()).sum(),
-            notices: named.adapter.notices.clone(),
+            notices: named.adapter.notices.iter().cloned().chain(unchecked(&named.adapter)).collect(),
         }
     }
 }
@@ -193,4 +195,16 @@ fn time(micros: f64) -> String {
         us if us < 1e6 => format!("{:.2} ms", us / 1e3),
         us => format!("{:.2} s", us / 1e6),
     }
+}
+
+/// What a run leaves unchecked of an adapter.
+fn unchecked(adapter: &Adapter) -> Option<Notice> {
+    let linears: BTreeSet<&str> = adapter.experts.iter().map(|pair| &*pair.site.path).collect();
+    (!linears.is_empty()).then(|| {
+        let message = format!(
+            "its experts at {} linears are in the pool, but this command has no rows for them: `apply` and `conform` have",
+            linears.len()
+        );
+        Notice { code: "N_EXPERTS_UNCHECKED", message }
+    })
 }
