@@ -161,7 +161,7 @@ impl AdapterManager {
     }
 
     /// Loads `name` from `source`, now and whenever it is wanted again, and returns its identity
-    /// ([`AdapterSlot::id`]). While it loads, a resident adapter of that name serves on; those who hold
+    /// ([`AdapterSlot::id`](super::AdapterSlot::id)). While it loads, a resident adapter of that name serves on; those who hold
     /// it keep it, and new leases get the new one. The same bytes again change nothing.
     ///
     /// # Errors

@@ -13,7 +13,7 @@ pub enum Source {
     /// and time of change, still hold.
     Dir(PathBuf),
     /// PEFT directories, read as one is, and weights: the sum of their deltas, as
-    /// [`adapter::load_merged`] makes it.
+    /// [`load_merged`](crate::adapter::load_merged) makes it.
     Merged(Vec<(PathBuf, f32)>),
     /// Host memory.
     Memory(Arc<Adapter>),
