@@ -17,7 +17,7 @@ use super::load::load;
 use super::reject::{Code, Loaded, Reject};
 use super::site::SiteId;
 use super::stack::{Block, stack};
-use super::weights::{Adapter, HostPair, Notice, RowVectors};
+use super::weights::{Adapter, HostMatrix, HostPair, Notice, RowVectors};
 use crate::contract::MAX_RANK;
 use crate::error::{Error, Result};
 
@@ -129,45 +129,60 @@ fn ids(sites: &BTreeMap<&str, Vec<(&Part<'_>, &HostPair)>>) -> Vec<SiteId> {
     }
 }
 
-/// The sum of one site's deltas.
-fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
-    let path = &site.path;
-    let (first, pair) = addends[0];
-    let widths = |pair: &HostPair| (pair.in_features(), pair.out_features());
-    if let Some((other, odd)) = addends.iter().find(|(_, other)| widths(other) != widths(pair)) {
-        let (one, two) = (widths(pair), widths(odd));
+/// One adapter's pair at a place where several add up.
+struct Addend<'a> {
+    part: &'a Part<'a>,
+    a: &'a HostMatrix,
+    b: &'a HostMatrix,
+    scale: f32,
+    embedding: bool,
+}
+
+/// The sum of the deltas at one place, which messages call `what`: A, B and scale.
+fn sum(what: &str, addends: &[Addend<'_>]) -> Loaded<(HostMatrix, HostMatrix, f32)> {
+    let first = &addends[0];
+    let widths = |addend: &Addend<'_>| (addend.a.cols, addend.b.rows);
+    if let Some(odd) = addends.iter().find(|other| widths(other) != widths(first)) {
+        let (one, two) = (widths(first), widths(odd));
         let message = format!(
-            "{path}: {} has {} inputs and {} outputs, {} has {} and {}; they are for different bases",
-            first.name, one.0, one.1, other.name, two.0, two.1
+            "{what}: {} has {} inputs and {} outputs, {} has {} and {}; they are for different bases",
+            first.part.name, one.0, one.1, odd.part.name, two.0, two.1
         );
         return Err(Reject::new(Code::BaseConflict, message));
     }
-    if let Some((other, _)) = addends.iter().find(|(_, other)| other.embedding != pair.embedding) {
-        let (one, two) = (&first.name, &other.name);
-        let message = format!("{path}: an embedding to one of {one} and {two} and a linear to the other");
+    if let Some(other) = addends.iter().find(|other| other.embedding != first.embedding) {
+        let (one, two) = (&first.part.name, &other.part.name);
+        let message = format!("{what}: an embedding to one of {one} and {two} and a linear to the other");
         return Err(Reject::new(Code::BaseConflict, message));
     }
-    let rank: usize = addends.iter().map(|(_, pair)| pair.rank()).sum();
+    let rank: usize = addends.iter().map(|addend| addend.a.rows).sum();
     if rank > MAX_RANK as usize {
-        let ranks: Vec<_> = addends.iter().map(|(part, pair)| format!("{} of {}", pair.rank(), part.name)).collect();
-        let message = format!("{path}: ranks add up to {rank} ({}), expected at most {MAX_RANK}", ranks.join(", "));
+        let ranks: Vec<_> = addends.iter().map(|addend| format!("{} of {}", addend.a.rows, addend.part.name)).collect();
+        let message = format!("{what}: ranks add up to {rank} ({}), expected at most {MAX_RANK}", ranks.join(", "));
         return Err(Reject::new(Code::RankLimit, message));
     }
-    let scale = |part: &Part<'_>, pair: &HostPair| f64::from(part.weight) * f64::from(pair.scale);
-    if let Some((part, pair)) = addends.iter().find(|(part, pair)| !(scale(part, pair) as f32).is_finite()) {
+    let scale = |addend: &Addend<'_>| f64::from(addend.part.weight) * f64::from(addend.scale);
+    if let Some(addend) = addends.iter().find(|addend| !(scale(addend) as f32).is_finite()) {
         let message = format!(
-            "{path}: weight {:e} of {} times its scale {:e} is beyond the range of f32",
-            part.weight, part.name, pair.scale
+            "{what}: weight {:e} of {} times its scale {:e} is beyond the range of f32",
+            addend.part.weight, addend.part.name, addend.scale
         );
         return Err(Reject::new(Code::Merge, message));
     }
-    let blocks: Vec<_> = addends
-        .iter()
-        .map(|(part, pair)| Block { a: &pair.a, b: &pair.b, first_row: 0, scale: scale(part, pair) })
-        .collect();
-    let (a, b, scale) = stack(&blocks, pair.out_features());
-    let vectors = offsets(path, addends)?;
-    Ok(HostPair { embedding: pair.embedding, vectors, ..HostPair::new(site, a, b, scale) })
+    let blocks: Vec<_> =
+        addends.iter().map(|one| Block { a: one.a, b: one.b, first_row: 0, scale: scale(one) }).collect();
+    Ok(stack(&blocks, first.b.rows))
+}
+
+/// The sum of one site's deltas.
+fn add(site: SiteId, addends: &[(&Part<'_>, &HostPair)]) -> Loaded<HostPair> {
+    let of = addends.iter().map(|(part, pair)| {
+        let HostPair { a, b, scale, embedding, .. } = pair;
+        Addend { part, a, b, scale: *scale, embedding: *embedding }
+    });
+    let (a, b, scale) = sum(&site.path, &of.collect::<Vec<_>>())?;
+    let vectors = offsets(&site.path, addends)?;
+    Ok(HostPair { embedding: addends[0].1.embedding, vectors, ..HostPair::new(site, a, b, scale) })
 }
 
 /// Biases of lora_B are a part of the delta and add up with it.
@@ -207,38 +222,13 @@ fn experts(parts: &[Part<'_>]) -> Loaded<Vec<ExpertPair>> {
     }
     let mut sums = Vec::with_capacity(by_expert.len());
     for ((path, expert), addends) in by_expert {
-        let (first, pair) = addends[0];
-        let widths = |pair: &ExpertPair| (pair.in_features(), pair.out_features());
-        if let Some((part, other)) = addends.iter().find(|(_, other)| widths(other) != widths(pair)) {
-            let message = format!(
-                "expert {expert} of {path}: {:?} inputs and outputs in {}, {:?} in {}; they are for different bases",
-                widths(pair),
-                first.name,
-                widths(other),
-                part.name
-            );
-            return Err(Reject::new(Code::BaseConflict, message));
-        }
-        let rank: usize = addends.iter().map(|(_, pair)| pair.rank()).sum();
-        if rank > MAX_RANK as usize {
-            let message = format!("expert {expert} of {path}: ranks add up to {rank}, expected at most {MAX_RANK}");
-            return Err(Reject::new(Code::RankLimit, message));
-        }
-        let scale = |part: &Part<'_>, pair: &ExpertPair| f64::from(part.weight) * f64::from(pair.scale);
-        if let Some((part, pair)) = addends.iter().find(|(part, pair)| !(scale(part, pair) as f32).is_finite()) {
-            let message = format!(
-                "expert {expert} of {path}: weight {:e} of {} times its scale {:e} is beyond the range of f32",
-                part.weight, part.name, pair.scale
-            );
-            return Err(Reject::new(Code::Merge, message));
-        }
-        let blocks: Vec<_> = addends
-            .iter()
-            .map(|(part, pair)| Block { a: &pair.a, b: &pair.b, first_row: 0, scale: scale(part, pair) })
-            .collect();
-        let (a, b, scale) = stack(&blocks, pair.out_features());
+        let of = addends.iter().map(|(part, pair)| {
+            let ExpertPair { a, b, scale, .. } = pair;
+            Addend { part, a, b, scale: *scale, embedding: false }
+        });
+        let (a, b, scale) = sum(&format!("expert {expert} of {path}"), &of.collect::<Vec<_>>())?;
         let experts = addends.iter().map(|(_, pair)| pair.experts).max().unwrap_or(0);
-        sums.push(ExpertPair { site: pair.site.clone(), expert, experts, a, b, scale });
+        sums.push(ExpertPair { site: addends[0].1.site.clone(), expert, experts, a, b, scale });
     }
     Ok(sums)
 }

@@ -1,9 +1,10 @@
 //! Encodes the launches that add each row's own delta to the outputs of some sites.
 
 use super::Matrix;
+use super::draft::{Bindings, Draft, launch};
 use super::join::{At, Joined, join};
 use super::tokens::TokenPipelines;
-use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
+use crate::backend::{Encoder, GpuBackend, Pipeline};
 use crate::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec, z_bytes};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -58,8 +59,7 @@ pub struct Applier {
     scratch: u64,
     z_parts: u32,
     capacity: Capacity,
-    pub(super) max_binding: u64,
-    pub(super) binding_align: u64,
+    pub(super) bindings: Bindings,
 }
 
 /// One group of sites in one call, resolved.
@@ -71,9 +71,6 @@ pub(super) struct Group<'a> {
     pub(super) joined: Vec<Joined>,
     pub(super) at: Vec<At>,
 }
-
-/// Operands and parameters of a launch to be.
-pub(super) type Draft = (Vec<Region>, Params);
 
 impl Applier {
     /// Compiles the kernels and allocates scratch for batches of up to `capacity`.
@@ -120,8 +117,7 @@ impl Applier {
             scratch,
             z_parts: caps.z_parts,
             capacity,
-            max_binding: caps.max_binding,
-            binding_align: caps.binding_align.max(1),
+            bindings: Bindings::of(caps),
         })
     }
 
@@ -224,18 +220,12 @@ impl Applier {
             widths.push(site.out_features);
         }
         x.check("x", rows, in_features, act)?;
-        let (joined, at) = join(outputs, &widths, rows, act, self.binding_align)?;
+        let (joined, at) = join(outputs, &widths, rows, act, self.bindings.align)?;
         Ok(Group { sites: outputs.iter().map(|o| o.site).collect(), x: Some(x), in_features, joined, at })
     }
 
     /// Rows that one launch can take: as many as scratch and the device's bindings hold.
     pub(super) fn rows_at_once(&self, pool: &Pool, group: &Group<'_>, z_parts: u32) -> Result<u32> {
-        let act = self.spec.act;
-        // A binding begins at a multiple of the alignment: what lies before the operand counts too.
-        let room = match self.max_binding {
-            u64::MAX => u64::MAX,
-            limited => limited.saturating_sub(self.binding_align),
-        };
         let x = group.x.map(|x| (x, group.in_features));
         let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(x);
         let (sites, max_rank) = (group.sites.len() as u64, pool.layout().max_rank());
@@ -243,15 +233,7 @@ impl Applier {
         if z_parts > 0 {
             rows = rows.min(self.z.len() / z_bytes(1, sites, max_rank, z_parts));
         }
-        for (matrix, width) in matrices {
-            let first = u64::from(width) * act.size();
-            if first > room {
-                let hint = " (the device's largest binding)";
-                return Err(Error::Limit { what: "one row in bytes", found: first, limit: room, hint });
-            }
-            let step = u64::from(matrix.stride()).max(1) * act.size();
-            rows = rows.min((room - first) / step + 1);
-        }
+        let rows = self.bindings.rows(matrices, self.spec.act, rows)?;
         Ok(rows.min(u64::from(u32::MAX)) as u32)
     }
 
@@ -291,11 +273,7 @@ impl Applier {
                 .map(|window| self.draft(pool, group, part, window, &batch, common))
                 .collect::<Result<_>>()?;
             let pipelines = if part == Part::A { &self.shrink } else { &self.expand };
-            let launches: Vec<Launch<'_>> = drafts
-                .iter()
-                .map(|(operands, params)| Launch::new(&pipelines[op as usize], operands, *params))
-                .collect::<Result<_>>()?;
-            encoder.launch(&launches)?;
+            launch(encoder, &pipelines[op as usize], &drafts)?;
         }
         Ok(())
     }

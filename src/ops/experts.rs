@@ -5,6 +5,7 @@
 //! [`ExpertApplier::encode`] adds deltas at any of the layer's linears, gate and up before the activation, down before the
 //! weighted sum. Nothing of it depends on the routing, so a captured graph serves any.
 
+use super::draft::{Bindings, Draft, launch};
 use super::join::join;
 use super::{Applier, Matrix, Op, Output};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
@@ -64,8 +65,7 @@ pub struct ExpertApplier {
     batch: Region,
     z: Region,
     capacity: u32,
-    max_binding: u64,
-    binding_align: u64,
+    bindings: Bindings,
 }
 
 /// Words of the batch for `rows` rows: entries, tiles, rows of x.
@@ -139,8 +139,7 @@ impl ExpertApplier {
             batch: backend.alloc((Places::of(rows).words * 4).max(16), "batch of experts")?,
             z: backend.alloc(scratch, "rank-space scratch of experts")?,
             capacity: rows,
-            max_binding: caps.max_binding,
-            binding_align: caps.binding_align.max(1),
+            bindings: Bindings::of(caps),
         })
     }
 
@@ -279,31 +278,17 @@ impl ExpertApplier {
             ExpertInput::Rows(x) => (x, 0),
         };
         x.check("x of experts", if tokens == 0 { rows } else { tokens }, first.in_features, act)?;
-        let (joined, at) = join(outputs, &widths, rows, act, self.binding_align)?;
+        let (joined, at) = join(outputs, &widths, rows, act, self.bindings.align)?;
         let sites = outputs.iter().map(|output| output.site).collect();
         Ok(Group { sites, x, tokens, in_features: first.in_features, joined, at })
     }
 
     /// Rows that one launch can take: as many as scratch and the device's bindings hold; whole tiles in prefill.
     fn rows_at_once(&self, pool: &ExpertPool, op: Op, rows: u32, group: &Group<'_>) -> Result<u32> {
-        let act = self.spec.act;
-        let room = match self.max_binding {
-            u64::MAX => u64::MAX,
-            limited => limited.saturating_sub(self.binding_align),
-        };
         let own_x = (group.tokens == 0).then_some((group.x, group.in_features));
         let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(own_x);
-        let mut fit = self.z.len() / (group.sites.len() as u64 * u64::from(pool.spec().max_rank) * 4);
-        for (matrix, width) in matrices {
-            let first = u64::from(width) * act.size();
-            if first > room {
-                let hint = " (the device's largest binding)";
-                return Err(Error::Limit { what: "one row in bytes", found: first, limit: room, hint });
-            }
-            let step = u64::from(matrix.stride()).max(1) * act.size();
-            fit = fit.min((room - first) / step + 1);
-        }
-        let fit = fit.min(rows.into()) as u32;
+        let scratch = self.z.len() / (group.sites.len() as u64 * u64::from(pool.spec().max_rank) * 4);
+        let fit = self.bindings.rows(matrices, self.spec.act, scratch.min(rows.into()))? as u32;
         match op {
             Op::Sgmv if fit < rows && fit >= SGMV_TILE_ROWS => Ok(fit / SGMV_TILE_ROWS * SGMV_TILE_ROWS),
             _ => Ok(fit),
@@ -347,11 +332,7 @@ impl ExpertApplier {
                 .map(|window| self.draft(pool, group, part, window, &batch, common))
                 .collect::<Result<_>>()?;
             let pipelines = if part == Part::A { &self.shrink } else { &self.expand };
-            let launches: Vec<Launch<'_>> = drafts
-                .iter()
-                .map(|(operands, params)| Launch::new(&pipelines[op as usize], operands, *params))
-                .collect::<Result<_>>()?;
-            encoder.launch(&launches)?;
+            launch(encoder, &pipelines[op as usize], &drafts)?;
         }
         Ok(())
     }
@@ -365,7 +346,7 @@ impl ExpertApplier {
         window: &ExpertWindow,
         batch: &Region,
         mut params: Params,
-    ) -> Result<(Vec<Region>, Params)> {
+    ) -> Result<Draft> {
         let act = self.spec.act;
         let mut operands = vec![batch.clone(), pool.tables().clone(), window.region.clone()];
         if part == Part::A {

@@ -9,6 +9,7 @@
 //! adapter replaces are put in their place by [`Applier::encode_token_rows`] and [`Applier::encode_logits`].
 
 mod applier;
+mod draft;
 mod experts;
 mod join;
 mod matrix;

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::applier::{Applier, Draft, Group, Op, Output};
+use super::applier::{Applier, Group, Op, Output};
+use super::draft::{Draft, launch};
 use super::join::join;
 use super::matrix::Matrix;
-use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
+use crate::backend::{Encoder, GpuBackend, Pipeline};
 use crate::contract::{Kernel, Params, SiteParams, Spec};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -75,7 +76,7 @@ impl Applier {
         check_ids(ids, capacity.rows)?;
         let act = self.spec.act;
         output.y.check(&format!("y of {}", spec.id.path), capacity.rows, spec.out_features, act)?;
-        let (joined, at) = join(&[output], &[spec.out_features], capacity.rows, act, self.binding_align)?;
+        let (joined, at) = join(&[output], &[spec.out_features], capacity.rows, act, self.bindings.align)?;
         let group = Group { sites: vec![output.site], x: None, in_features: spec.in_features, joined, at };
         let step = self.rows_at_once(pool, &group, 0)?;
         let layout = pool.layout();
@@ -191,7 +192,7 @@ impl Applier {
                 Input::X(x) => Some(x),
             },
             in_features: spec.in_features,
-            joined: join(&[output], &[width], capacity.rows, act, self.binding_align)?.0,
+            joined: join(&[output], &[width], capacity.rows, act, self.bindings.align)?.0,
             at: Vec::new(),
         };
         let step = self.rows_at_once(pool, &group, 0)?;
@@ -233,12 +234,6 @@ impl Applier {
         }
         Ok(())
     }
-}
-
-fn launch(encoder: &mut dyn Encoder, pipeline: &Pipeline, drafts: &[Draft]) -> Result<()> {
-    let launches: Vec<Launch<'_>> =
-        drafts.iter().map(|(operands, params)| Launch::new(pipeline, operands, *params)).collect::<Result<_>>()?;
-    encoder.launch(&launches)
 }
 
 fn site(pool: &Pool, index: usize) -> Result<&SiteSpec> {
