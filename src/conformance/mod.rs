@@ -11,6 +11,8 @@ mod case;
 mod cases;
 mod data;
 mod exact;
+mod expert_check;
+mod expert_layers;
 mod experts;
 pub mod fixtures;
 #[cfg(test)]
@@ -27,6 +29,7 @@ mod tokens;
 
 pub use case::{Case, Mix, Ranks, Values};
 pub use data::{Absent, Data, Dice, HostPair};
+pub use expert_check::check_experts;
 pub use report::{Failure, Outcome, Report};
 pub use tables::check_tables;
 

@@ -128,11 +128,41 @@ fn a_sum_of_adapters_runs_as_one() {
 }
 
 #[test]
-fn experts_that_a_run_does_not_check_are_said_to_be_unchecked() {
-    let case = "41_moe_v4_per_expert_keys";
-    let args =
-        ["run", "--backend", "cpu", "--base", &fixture("_base/mixtral"), "--json", "--adapter"].map(str::to_owned);
-    let document = lorapool(args.into_iter().chain([format!("a={}", fixture(case))])).json();
-    let notices = document["adapters"][0]["notices"].as_array().unwrap();
-    assert!(notices.iter().any(|notice| notice["code"] == "N_EXPERTS_UNCHECKED"), "{document}");
+fn experts_are_checked_at_every_routed_linear_on_every_required_backend() {
+    // Outputs of gate_up and down over both layers; two experts a token, inputs of tokens and of rows, each op twice.
+    const ELEMENTS: u64 = 2 * (40 + 48) * 2 * 2 * 4;
+    for (case, base) in [
+        ("24_moe_target_params_mixtral", "mixtral"),
+        ("25_moe_target_params_qwen3", "qwen3moe"),
+        ("26b_moe_gptoss_transposed", "gptoss"),
+        ("41_moe_v4_per_expert_keys", "mixtral"),
+    ] {
+        let (base, adapter) = (fixture(&format!("_base/{base}")), named("routed", case));
+        for backend in backends() {
+            for (dtype, rows) in [("f32", 21), ("bf16", 6)] {
+                let args = ["--backend", &backend, "--dtype", dtype, "--rows", &rows.to_string()];
+                let document = passes(&[&args[..], &["--base", &base, "--adapter", &adapter]].concat());
+                assert_eq!(document["expert_sites"], 4, "{case}");
+                assert_eq!(document["adapters"][0]["experts"], 16, "{case}");
+                assert!(document["elements_checked"].as_u64() > Some(rows * ELEMENTS), "{case}: {document}");
+                // Without the base: the linears of the adapter alone.
+                let alone = passes(&[&args[..], &["--adapter", &adapter]].concat());
+                assert!(alone["expert_sites"].as_u64() > Some(0), "{case}: {alone}");
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_go_with_the_adapter_that_is_swapped_in() {
+    let (experts, router) = (named("experts", "24_moe_target_params_mixtral"), named("router", "26_moe_router"));
+    let base = fixture("_base/mixtral");
+    for adapters in [[&experts, &router], [&router, &experts]] {
+        let args = ["--backend", "cpu", "--base", &base, "--adapter", adapters[0], "--adapter", adapters[1]];
+        let document = passes(&args);
+        let of = |line: &Value| (line["name"].as_str().unwrap().to_owned(), line["experts"].as_u64() > Some(0));
+        let swap = of(&document["swap"]["in"]);
+        assert_eq!(swap.1, document["adapters"][1]["experts"].as_u64() > Some(0), "{document}");
+        assert!(swap.0.ends_with("(again)"), "{document}");
+    }
 }

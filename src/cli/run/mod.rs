@@ -6,13 +6,14 @@ mod report;
 mod samples;
 mod step;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
-use lorapool::adapter::{Adapter, BaseModel};
+use lorapool::adapter::{Adapter, BaseModel, SiteId};
 use lorapool::conformance::oracle::Check;
-use lorapool::conformance::{Dice, check_tables};
+use lorapool::conformance::{Dice, check_experts, check_tables};
 use lorapool::manager::{LoraAdapterInput, LoraWeights};
 use lorapool::ops::Op;
 use lorapool::pool::Plan;
@@ -29,10 +30,10 @@ use step::Step;
 
 /// Load adapters into a pool, apply a different one to every row of a batch, check every element
 ///
-/// Every site of the model gets a synthetic input and base output. Both ops run from captured graphs:
-/// bgmv, as for decode, and sgmv, as for prefill, with the rows in segments. Each element is held
-/// against a naive f64 computation; rows of the base must keep their bits. Then one adapter is swapped
-/// for another in its slot, the same graphs run again, and all is checked again.
+/// Every site of the model gets a synthetic input and base output, routed experts a synthetic routing. Both ops run from
+/// captured graphs: bgmv, as for decode, and sgmv, as for prefill, with the rows in segments. Each element is held against
+/// a naive f64 computation; rows of the base must keep their bits. Then one adapter is swapped for another in its slot, and
+/// all is run and checked again.
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\nExamples:\n  \
     lorapool run                                    adapters that ship with the command, best device\n  \
@@ -109,15 +110,21 @@ impl Run {
         let plans = [(Op::Bgmv, decode), (Op::Sgmv, prefill)];
         let step = Step::new(&gpu, weights.storage(), self.dtype, &plans)?;
 
-        let mut progress = Progress::new("checking", 2 * plans.len() * weights.storage().sites().len());
+        let (routed, experts_rank) =
+            weights.storage().experts().map_or((0, 0), |experts| (experts.sites().len(), experts.spec().max_rank));
+        let mut progress = Progress::new("checking", 2 * plans.len() * (weights.storage().sites().len() + routed));
         let mut passes = Vec::new();
         let mut first = Check::default();
         let mut check_all = |weights: &LoraWeights, resident: Vec<&Adapter>, swapped: bool| -> Result<(), Failure> {
             let bench = Bench::new(&gpu, weights.storage(), &step, resident.clone(), self.seed);
             for (op, plan) in &plans {
                 let mut check = bench.check(*op, plan, &mut progress)?;
-                let tables = (*op, plan);
-                check.merge(check_tables(&*gpu, weights.storage(), &resident, tables, self.dtype, self.seed)?);
+                let batch = (*op, plan);
+                check.merge(check_tables(&*gpu, weights.storage(), &resident, batch, self.dtype, self.seed)?);
+                check.merge(check_experts(&*gpu, weights.storage(), &resident, batch, self.dtype, |site| {
+                    progress.start(site);
+                    progress.done();
+                })?);
                 let time = step.time(*op, self.steps as usize)?;
                 passes.push(Pass::new(*op, swapped, &check, time));
                 first.merge(check);
@@ -143,10 +150,11 @@ impl Run {
             adapters: resident.iter().map(AdapterLine::new).collect(),
             rows: self.rows,
             base_rows: plans[0].1.rows().iter().filter(|row| row.slot < 0).count(),
-            sites: weights.storage().sites().len(),
-            pool_bytes: weights.pool_bytes as u64,
+            sites: weights.storage().sites().len() + routed,
+            expert_sites: routed,
+            pool_bytes: (weights.pool_bytes + weights.expert_pool_bytes) as u64,
             slots: max_loras,
-            max_rank: weights.max_rank as u32,
+            max_rank: (weights.max_rank as u32).max(experts_rank),
             elements_checked: first.elements,
             mismatches: first.mismatches,
             worst_error_over_bound: first.worst,
@@ -180,21 +188,24 @@ impl Run {
     }
 }
 
-/// The adapter that takes slot 0: of the others, the one whose sites differ most from its adapter's. A lone
-/// adapter is followed by a variant of itself with half of its sites and another scale.
+/// The adapter that takes slot 0: of the others, the one whose pairs are at the most other places than its adapter's. A
+/// lone adapter is followed by a variant of itself with half of its pairs and another scale.
 fn understudy(resident: &[Named]) -> Named {
     let first = &resident[0].adapter;
-    let covers = |adapter: &Adapter, site| adapter.pairs.iter().any(|pair| pair.site == site);
-    let differs = |other: &Adapter| {
-        let lacks = |a: &Adapter, b: &Adapter| a.pairs.iter().filter(|pair| !covers(b, pair.site.clone())).count();
-        lacks(first, other) + lacks(other, first)
+    let places = |adapter: &Adapter| -> BTreeSet<(SiteId, Option<u32>)> {
+        let linears = adapter.pairs.iter().map(|pair| (pair.site.clone(), None));
+        linears.chain(adapter.experts.iter().map(|pair| (pair.site.clone(), Some(pair.expert)))).collect()
     };
+    let covered = places(first);
+    let differs = |other: &Adapter| covered.symmetric_difference(&places(other)).count();
     if let Some(other) = resident[1..].iter().max_by_key(|named| differs(&named.adapter)) {
         return Named { name: format!("{} (again)", other.name), adapter: other.adapter.clone() };
     }
     let mut adapter = first.clone();
     adapter.pairs = adapter.pairs.into_iter().step_by(2).collect();
+    adapter.experts = adapter.experts.into_iter().step_by(2).collect();
     adapter.scale *= -0.5;
     adapter.pairs.iter_mut().for_each(|pair| pair.scale *= -0.5);
-    Named { name: format!("{} (every other site, times -0.5)", resident[0].name), adapter }
+    adapter.experts.iter_mut().for_each(|pair| pair.scale *= -0.5);
+    Named { name: format!("{} (every other pair, times -0.5)", resident[0].name), adapter }
 }
