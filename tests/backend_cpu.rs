@@ -4,11 +4,14 @@
 use std::num::NonZeroUsize;
 use std::sync::{PoisonError, RwLock};
 
+use lorapool::adapter::{Adapter, HostMatrix, HostTokens, SiteId};
 use lorapool::backend::cpu::CpuBackend;
 use lorapool::backend::{GpuBackend, Launch};
 use lorapool::conformance::raw::{Outputs, Rig};
 use lorapool::conformance::{Case, Dice, Mix, Op, Ranks, Values};
 use lorapool::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec};
+use lorapool::ops::{Applier, Matrix, Output};
+use lorapool::pool::{Plan, Pool, PoolSpec, SiteSpec, SlotImage};
 use lorapool::{DType, Region, Result};
 use rayon::prelude::*;
 
@@ -55,6 +58,69 @@ fn results_have_the_same_bits_on_any_number_of_threads() -> Result<()> {
             for threads in [2, 3, 8] {
                 assert!(run(threads)? == one, "{case} on {threads} threads");
             }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn logits_of_replaced_rows_have_the_same_bits_on_any_number_of_threads() -> Result<()> {
+    const WIDTH: usize = 1_003;
+    const VOCABULARY: u32 = 5_000;
+    let _memory = MEMORY.read().unwrap_or_else(PoisonError::into_inner);
+    let head = SiteId::from_path("lm_head");
+    // Tokens all over the vocabulary, its last ones, one alone, and its first and its last.
+    let ids: [Vec<u32>; 4] =
+        [(0..200).map(|i| i * 25).collect(), (4_797..VOCABULARY).collect(), vec![77], vec![0, VOCABULARY - 1]];
+    for (act, dtype) in [(DType::F32, DType::F16), (DType::Bf16, DType::Bf16)] {
+        let mut dice = Dice::new(3);
+        let mut values = |count: usize, dtype: DType| {
+            let values: Vec<f32> = (0..count).map(|_| dice.unit()).collect();
+            let mut bytes = Vec::new();
+            dtype.encode(&values, &mut bytes);
+            bytes
+        };
+        let adapters = ids.each_ref().map(|ids| {
+            let rows = HostMatrix { dtype, rows: ids.len(), cols: WIDTH, bytes: values(ids.len() * WIDTH, dtype) };
+            let tokens = HostTokens { site: head.clone(), vocabulary: VOCABULARY as usize, ids: ids.clone(), rows };
+            Adapter::from_pairs(Vec::new()).with_tokens(vec![tokens])
+        });
+        // Neighbours of one slot, more of them than a piece takes, and rows of the base.
+        let slots = [vec![0; 19], vec![1, 2, -1, 3, 0, -1, 1, 1]].concat();
+        let (x, y) = (values(slots.len() * (WIDTH + 1), act), values(slots.len() * VOCABULARY as usize, act));
+        let run = |threads| -> Result<Vec<u8>> {
+            let gpu = with_threads(threads);
+            let sites = vec![SiteSpec::token_rows(head.clone(), VOCABULARY, WIDTH as u32, 203, dtype)];
+            let spec = PoolSpec { sites, max_rank: 8, max_loras: 4, dtype, vectors: false };
+            let pool = Pool::new(&gpu, spec)?;
+            for (slot, adapter) in (0..).zip(&adapters) {
+                let image = SlotImage::new(&pool, adapter)?;
+                pool.publish_image(&gpu, slot, &image, &mut |encoder| image.write(&pool, slot, encoder))?;
+            }
+            let plan = Plan::from_slots(slots.iter().copied());
+            let applier = Applier::new(&gpu, &pool, act, plan.capacity())?;
+            let (x_at, y_at) = (gpu.alloc(x.len() as u64, "x")?, gpu.alloc(y.len() as u64, "y")?);
+            let (x_rows, y_rows) = (Matrix::new(x_at.clone(), WIDTH as u32 + 1), Matrix::new(y_at.clone(), VOCABULARY));
+            gpu.submit(&mut |encoder| {
+                encoder.write(&x_at, &x)?;
+                encoder.write(&y_at, &y)?;
+                applier.write_batch(encoder, &plan, plan.capacity())?;
+                applier.encode_logits(encoder, &pool, plan.capacity(), &x_rows, Output { site: 0, y: &y_rows })
+            })?;
+            gpu.read(&y_at)
+        };
+        let one = run(1)?;
+        let size = act.size() as usize;
+        for (row, slot) in slots.iter().enumerate() {
+            let named = usize::try_from(*slot).map_or(&[][..], |slot| &ids[slot]);
+            for token in 0..VOCABULARY as usize {
+                let at = (row * VOCABULARY as usize + token) * size..(row * VOCABULARY as usize + token + 1) * size;
+                let replaced = named.contains(&(token as u32));
+                assert!(replaced || one[at.clone()] == y[at], "row {row}, token {token}: not the slot's to change");
+            }
+        }
+        for threads in [2, 3, 8] {
+            assert!(run(threads)? == one, "{act}x{dtype} on {threads} threads");
         }
     }
     Ok(())

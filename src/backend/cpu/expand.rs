@@ -22,9 +22,9 @@ impl Work for Expand<'_> {
         self.site.out_features as usize
     }
 
-    fn cost(&self, job: &Job<'_>) -> u64 {
+    fn cost(&self, job: &Job<'_>, outputs: &Range<usize>) -> u64 {
         // Widening B costs about as much as a row does.
-        job.rank as u64 * (job.run.rows as u64 + 1)
+        job.rank as u64 * (job.run.rows as u64 + 1) * outputs.len() as u64
     }
 
     fn run(&self, job: &Job<'_>, outputs: Range<usize>, rows: &mut [&mut [u8]]) {

@@ -22,8 +22,9 @@ pub(super) struct Run {
 /// A run at a site where its slot has a delta.
 pub(super) struct Job<'a> {
     pub(super) run: Run,
-    /// The slot's A or B at this site: no more than the rows in use.
+    /// The slot's A or B at this site, no more than the rows in use; or its replaced rows and their ids.
     pub(super) matrix: &'a [u8],
+    /// Rank; or how many replaced rows there are.
     pub(super) rank: usize,
     /// The slot's scale at this site.
     pub(super) scale: f32,
@@ -85,8 +86,14 @@ pub(super) trait Work: Sync {
     /// Columns of the job's output rows.
     fn columns(&self, job: &Job<'_>) -> usize;
 
-    /// Multiply-adds that a column takes.
-    fn cost(&self, job: &Job<'_>) -> u64;
+    /// Multiply-adds that `columns` take.
+    fn cost(&self, job: &Job<'_>, columns: &Range<usize>) -> u64;
+
+    /// Where to cut `columns` in two; `None`: not at all.
+    fn cut(&self, _: &Job<'_>, columns: &Range<usize>) -> Option<usize> {
+        let left = (columns.len() / 2).next_multiple_of(COLUMNS);
+        (columns.len() >= 2 * COLUMNS).then_some(columns.start + left)
+    }
 
     /// Does `columns` of each of the job's rows; `rows[i]` holds those columns of row `i`, in bytes.
     fn run(&self, job: &Job<'_>, columns: Range<usize>, rows: &mut [&mut [u8]]);
@@ -115,7 +122,7 @@ pub(super) fn run(work: &impl Work, jobs: &[Job<'_>], out: Rows<'_>, grain: u64)
         }
         return;
     }
-    let cost = |job: &Job<'_>| work.cost(job).saturating_mul(work.columns(job) as u64);
+    let cost = |job: &Job<'_>| work.cost(job, &(0..work.columns(job)));
     let total = jobs.iter().map(cost).fold(0, u64::saturating_add).max(1);
     let per_leaf = if grain == u64::MAX { u64::MAX } else { (grain.saturating_mul(jobs.len() as u64) / total).max(1) };
     jobs_of(work, jobs, out, 0, usize::try_from(per_leaf).unwrap_or(usize::MAX), grain);
@@ -156,16 +163,11 @@ fn columns_of(
     element: usize,
     grain: u64,
 ) {
-    let cost = work.cost(job).saturating_mul(columns.len() as u64);
-    if cost <= grain || columns.len() < 2 * COLUMNS {
-        work.run(job, columns, &mut rows[..job.run.rows]);
-        return;
-    }
-    let left = (columns.len() / 2).next_multiple_of(COLUMNS);
-    let middle = columns.start + left;
+    let cut = if work.cost(job, &columns) <= grain { None } else { work.cut(job, &columns) };
+    let Some(middle) = cut else { return work.run(job, columns, &mut rows[..job.run.rows]) };
     let mut rest: [&mut [u8]; RUN_ROWS] = Default::default();
     for (row, rest) in rows.iter_mut().zip(&mut rest).take(job.run.rows) {
-        (*row, *rest) = std::mem::take(row).split_at_mut(left * element);
+        (*row, *rest) = std::mem::take(row).split_at_mut((middle - columns.start) * element);
     }
     rayon::join(
         || columns_of(work, job, columns.start..middle, rows, element, grain),

@@ -12,6 +12,7 @@ mod expert_rows;
 mod graph;
 mod host;
 mod job;
+mod logits;
 mod memory;
 mod module;
 mod sgmv;

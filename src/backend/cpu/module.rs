@@ -95,7 +95,7 @@ impl CpuKernel {
         let runs = match self.kernel {
             Kernel::BgmvShrink | Kernel::BgmvExpand => bgmv::runs(&launched),
             Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => {
-                return tokens::run(&launched, input(3), &mut outputs[0], extents[4] as usize);
+                return tokens::run(&launched, input(3), &mut outputs[0], extents[4] as usize, grain);
             }
             _ => sgmv::runs(&launched),
         };

@@ -29,8 +29,8 @@ impl Work for Shrink<'_> {
         job.rank
     }
 
-    fn cost(&self, job: &Job<'_>) -> u64 {
-        u64::from(self.launched.params.in_features) * job.run.rows as u64
+    fn cost(&self, job: &Job<'_>, ranks: &Range<usize>) -> u64 {
+        (u64::from(self.launched.params.in_features) * job.run.rows as u64).saturating_mul(ranks.len() as u64)
     }
 
     fn run(&self, job: &Job<'_>, ranks: Range<usize>, rows: &mut [&mut [u8]]) {

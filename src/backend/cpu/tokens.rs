@@ -1,22 +1,35 @@
-//! The kernels of token ids and replaced rows: gathers, and dot products along the input.
+//! The kernels of token ids and replaced rows: gathers, and what [`Logits`] does.
 
-use fearless_simd::{Level, dispatch};
+use std::ops::Range;
 
+use super::job::{self, Job, Rows};
+use super::logits::Logits;
 use super::memory::Bytes;
 use super::module::Launched;
-use super::simd::{self, LANES};
+use super::{bgmv, simd};
 use crate::contract::{Kernel, SiteParams, overlay_ids_bytes};
-use crate::dtype::DType;
-
-/// Terms of a sum that are widened at a time: a multiple of [`LANES`], so that blocks don't change the order.
-const DEPTH: usize = 256;
 
 /// A slot's overlay.
-struct Overlay<'a> {
+pub(super) struct Overlay<'a> {
     /// Its ids, ascending.
-    ids: &'a [u32],
+    pub(super) ids: &'a [u32],
     /// Its rows, `a_stride` elements apart.
-    rows: &'a [u8],
+    pub(super) rows: &'a [u8],
+}
+
+impl<'a> Overlay<'a> {
+    /// The overlay of `count` rows that `part` of a slot is.
+    pub(super) fn of(launched: &Launched<'_>, part: &'a [u8], count: usize) -> Self {
+        let (ids, rows) = part.split_at(overlay_ids_bytes(launched.params.max_rank) as usize);
+        Self { ids: bytemuck::cast_slice(&ids[..count * 4]), rows }
+    }
+
+    /// Which of its rows are those of `tokens`.
+    pub(super) fn within(&self, tokens: &Range<usize>) -> Range<usize> {
+        let before = |end: usize| self.ids.partition_point(|id| (*id as usize) < end);
+        let start = before(tokens.start);
+        start..before(tokens.end).max(start)
+    }
 }
 
 /// What the tables say of `slot` at the launch's one site: its part of the weights, and how many rows or ranks it has.
@@ -35,23 +48,19 @@ fn part<'a>(launched: &Launched<'a>, site: &SiteParams, slot: i32) -> Option<(&'
     Some((part, count as usize))
 }
 
-fn overlay<'a>(launched: &Launched<'a>, site: &SiteParams, slot: i32) -> Option<Overlay<'a>> {
-    let (part, count) = part(launched, site, slot)?;
-    let (ids, rows) = part.split_at(overlay_ids_bytes(launched.params.max_rank) as usize);
-    Some(Overlay { ids: bytemuck::cast_slice(&ids[..count * 4]), rows })
-}
-
 /// Does a launch of one of these kernels, which [`Launch::new`](crate::backend::Launch::new) has checked. `read` is ids
 /// or x, `out` z or y.
-pub(super) fn run(launched: &Launched<'_>, read: &[u8], out: &mut Bytes<'_>, extent: usize) {
+pub(super) fn run(launched: &Launched<'_>, read: &[u8], out: &mut Bytes<'_>, extent: usize, grain: u64) {
     let out = &mut out.get_mut()[..extent];
     let site = &launched.params.site[0];
+    if launched.kernel.kernel == Kernel::OverlayLogits {
+        return logits(launched, site, read, out, grain);
+    }
     for row in 0..launched.params.rows as usize {
         let slot = launched.row(row).slot;
         match launched.kernel.kernel {
             Kernel::EmbedShrink => embed_shrink(launched, site, (row, slot), bytemuck::cast_slice(read), out),
-            Kernel::OverlayEmbed => overlay_embed(launched, site, (row, slot), bytemuck::cast_slice(read), out),
-            _ => overlay_logits(launched, site, (row, slot), read, out),
+            _ => overlay_embed(launched, site, (row, slot), bytemuck::cast_slice(read), out),
         }
     }
 }
@@ -72,7 +81,8 @@ fn embed_shrink(launched: &Launched<'_>, site: &SiteParams, (row, slot): (usize,
 }
 
 fn overlay_embed(launched: &Launched<'_>, site: &SiteParams, (row, slot): (usize, i32), ids: &[u32], y: &mut [u8]) {
-    let Some(overlay) = overlay(launched, site, slot) else { return };
+    let Some((part, count)) = part(launched, site, slot) else { return };
+    let overlay = Overlay::of(launched, part, count);
     let Ok(j) = overlay.ids.binary_search(&ids[row]) else { return };
     let (params, spec) = (launched.params, launched.kernel.spec);
     let (width, size) = (params.in_features as usize, spec.weight.size() as usize);
@@ -84,28 +94,14 @@ fn overlay_embed(launched: &Launched<'_>, site: &SiteParams, (row, slot): (usize
     simd::narrow(spec.act, values, &mut y[to..to + width * size]);
 }
 
-fn overlay_logits(launched: &Launched<'_>, site: &SiteParams, (row, slot): (usize, i32), x: &[u8], y: &mut [u8]) {
-    let Some(overlay) = overlay(launched, site, slot) else { return };
-    let (params, spec) = (launched.params, launched.kernel.spec);
-    let (x_size, size) = (spec.act.size() as usize, spec.weight.size() as usize);
-    let width = params.in_features as usize;
-    let x = &x[row * params.x_stride as usize * x_size..][..width * x_size];
-    let mut x_buffer = vec![0.0; width];
-    let x = simd::widen(spec.act, x, &mut x_buffer);
-    for (j, id) in overlay.ids.iter().enumerate().filter(|(_, id)| **id < site.out_features) {
-        let from = &overlay.rows[j * params.a_stride as usize * size..][..width * size];
-        let sum = dot(launched.level, x, spec.weight, from);
-        let to = (row * site.y_stride as usize + site.y_offset as usize + *id as usize) * x_size;
-        simd::narrow(spec.act, &[sum], &mut y[to..to + x_size]);
-    }
-}
-
-/// `sum_k row[k] * x[k]`
-fn dot(level: Level, x: &[f32], dtype: DType, row: &[u8]) -> f32 {
-    let (mut sums, mut buffer) = ([[0.0; LANES]], [0.0; DEPTH]);
-    for (x, row) in x.chunks(DEPTH).zip(row.chunks(DEPTH * dtype.size() as usize)) {
-        let row = simd::widen(dtype, row, &mut buffer);
-        dispatch!(level, simd => simd::dot(simd, x, [row], &mut sums));
-    }
-    simd::total(sums[0])
+fn logits(launched: &Launched<'_>, site: &SiteParams, x: &[u8], y: &mut [u8], grain: u64) {
+    let jobs = bgmv::runs(launched).into_iter().filter_map(|run| {
+        let (matrix, rank) = part(launched, site, run.slot as i32)?;
+        Some(Job { run, matrix, rank, scale: 1.0, vectors: None })
+    });
+    let jobs: Vec<Job<'_>> = jobs.collect();
+    let element = launched.kernel.spec.act.size() as usize;
+    let first = (site.y_offset as usize * element).min(y.len());
+    let out = Rows { bytes: &mut y[first..], stride: site.y_stride as usize * element, element };
+    job::run(&Logits { launched, x }, &jobs, out, grain);
 }
