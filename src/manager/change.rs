@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use super::AdapterSlot;
 use super::cache::Ready;
 use super::manager::{AdapterManager, State};
 use super::sync::{MutexGuard, lock, wait_until, write};
@@ -26,7 +25,6 @@ impl AdapterManager {
                 metrics::counter!("lorapool_evictions_total").increment(1);
                 tracing::info!(slot, evicted, "evicted");
             }
-            let generation = weights.slots[slot as usize].generation + 1;
             // An older adapter of the name that still drains keeps its slot, but not the name.
             let older = weights.slot_of(name).filter(|older| *older != slot as usize);
             if let Some(older) = older {
@@ -35,15 +33,7 @@ impl AdapterManager {
                     weights.active = slot as usize;
                 }
             }
-            weights.slots[slot as usize] = AdapterSlot {
-                name: name.to_owned(),
-                adapter_config: adapter.config.clone(),
-                layers,
-                generation,
-                digest: adapter.digest,
-            };
-            weights.overlay_raw[slot as usize] = None;
-            weights.mirror();
+            weights.occupy(slot as usize, name, adapter, layers);
             let pinned = state.pinned.iter().any(|pinned| **pinned == *name) || weights.active == slot as usize;
             drop(weights);
             state.slots.publish(slot, &name.into(), pinned);

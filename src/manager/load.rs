@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 
 use super::layers::{layer_count, layers_of};
-use super::{AdapterSlot, LoraWeights, OverlayRawSlot};
+use super::{AdapterSlot, LoraLayerWeights, LoraWeights, OverlayRawSlot};
 use crate::adapter::{self, Adapter, BaseModel, PeftAdapterConfig};
 use crate::backend::{GpuBackend, HostBuffer};
 use crate::error::{Error, Result};
@@ -106,8 +106,7 @@ impl LoraWeights {
                 &compared
             }
         };
-        let raw = adapter.raw_tokens.clone();
-        if let Some(raw) = raw.iter().find(|raw| self.storage.token_site_at(&raw.site.path).is_none()) {
+        if let Some(raw) = adapter.raw_tokens.iter().find(|raw| self.storage.token_site_at(&raw.site.path).is_none()) {
             let expected = "a pool with room for token rows there";
             let what = format!("token rows of {}", raw.site.path);
             return Err(Error::shape(what, "no such site in the pool", expected));
@@ -118,18 +117,8 @@ impl LoraWeights {
         let span = tracing::info_span!("swap", slot, adapter = input.name, bytes = image.bytes().len());
         let _entered = span.enter();
         self.write(slot as u32, &image)?;
-        self.slots[slot] = AdapterSlot {
-            name: input.name.to_owned(),
-            adapter_config: input.adapter.config.clone(),
-            layers,
-            generation: self.slots[slot].generation + 1,
-            digest: input.adapter.digest,
-        };
-        self.overlay_raw[slot] = (!raw.is_empty()).then_some(OverlayRawSlot { tables: raw });
+        self.occupy(slot, input.name, adapter, layers);
         self.touch_slot(slot);
-        if slot == self.active {
-            self.mirror();
-        }
         Ok(())
     }
 
@@ -154,6 +143,20 @@ impl LoraWeights {
         self.write(slot as u32, &SlotImage::empty(&self.storage))?;
         self.vacate(slot);
         Ok(())
+    }
+
+    /// Takes down who is in a slot now, which the device already serves.
+    pub(super) fn occupy(&mut self, slot: usize, name: &str, adapter: &Adapter, layers: Vec<Option<LoraLayerWeights>>) {
+        self.slots[slot] = AdapterSlot {
+            name: name.to_owned(),
+            adapter_config: adapter.config.clone(),
+            layers,
+            generation: self.slots[slot].generation + 1,
+            digest: adapter.digest,
+        };
+        let raw = &adapter.raw_tokens;
+        self.overlay_raw[slot] = (!raw.is_empty()).then(|| OverlayRawSlot { tables: raw.clone() });
+        self.mirror();
     }
 
     /// Forgets who was in a slot. No other adapter becomes active by itself.
