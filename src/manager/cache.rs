@@ -34,7 +34,8 @@ pub(super) enum Stamp {
 }
 
 impl Stamp {
-    pub fn of(source: &Source) -> Self {
+    /// Looks at every file of a source.
+    fn of(source: &Source) -> Self {
         match source {
             Source::Memory(adapter) => Self::Memory(adapter.digest),
             Source::Dir(dir) => Self::files([dir], Vec::new()),
@@ -95,6 +96,13 @@ impl HostCache {
     /// A cache of at most `limit` bytes of images.
     pub fn new(limit: u64) -> Self {
         Self { limit, state: Mutex::default() }
+    }
+
+    /// What tells later whether `source` has changed since; `None` where no image of `pool` is kept, so that no one will
+    /// ask and no file is looked at.
+    pub fn stamp(&self, pool: &Pool, source: &Source) -> Option<Stamp> {
+        let keeps = self.limit > 0 && SlotImage::len_in(pool) as u64 <= self.limit;
+        keeps.then(|| Stamp::of(source))
     }
 
     /// The image of `name`, if its source has not changed since.
@@ -231,5 +239,25 @@ mod tests {
         cache.put("large", stamp.clone(), &Arc::new(Ready { adapter, image }));
         assert!(cache.get("large", &stamp).is_none());
         assert_eq!(cache.bytes(), 0);
+    }
+
+    #[test]
+    fn a_source_is_looked_at_where_its_image_may_be_kept_and_nowhere_else() {
+        let gpu = backend::open("cpu", 0).unwrap();
+        let adapter = adapter(1.0);
+        let pool = Pool::new(&*gpu, PoolSpec::for_adapters([&*adapter], 1, DType::F32).unwrap()).unwrap();
+        let len = SlotImage::len_in(&pool) as u64;
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("adapter_config.json"), "{}").unwrap();
+        for source in [Source::Memory(adapter), Source::Dir(dir.path().to_owned())] {
+            for limit in [0, 1, len - 1] {
+                assert_eq!(HostCache::new(limit).stamp(&pool, &source), None, "{limit} bytes");
+            }
+            assert_eq!(HostCache::new(len).stamp(&pool, &source), Some(Stamp::of(&source)));
+        }
+        // Images of a pool without linears have no bytes but those of experts.
+        let none = PoolSpec { max_rank: 1, ..PoolSpec::for_adapters([], 1, DType::F32).unwrap() };
+        let none = Pool::new(&*gpu, none).unwrap();
+        assert_eq!(HostCache::new(0).stamp(&none, &Source::Dir(dir.path().to_owned())), None);
     }
 }

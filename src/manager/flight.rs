@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Source;
-use super::cache::{Ready, Stamp};
+use super::cache::Ready;
 use super::manager::{AdapterManager, State};
 use super::sync::{MutexGuard, lock, read, wait_until};
 use crate::adapter::{self, Adapter};
@@ -185,8 +185,8 @@ impl AdapterManager {
     /// The slot image of `name`: from the host cache, or read, checked and packed.
     fn prepare(&self, name: &str, source: &Source, anew: bool) -> Result<Arc<Ready>> {
         // Before the bytes are read: a change while they are must not look like what was read.
-        let stamp = Stamp::of(source);
-        if !anew && let Some(ready) = self.cache.get(name, &stamp) {
+        let stamp = self.cache.stamp(&self.pool, source);
+        if !anew && let Some(ready) = stamp.as_ref().and_then(|stamp| self.cache.get(name, stamp)) {
             metrics::counter!("lorapool_host_cache_hits_total").increment(1);
             return Ok(ready);
         }
@@ -199,8 +199,10 @@ impl AdapterManager {
             Source::Merged(parts) => self.pack(adapter::load_merged(parts, self.options.base.as_deref())?)?,
         };
         let ready = Arc::new(Ready { adapter, image });
-        self.cache.put(name, stamp, &ready);
-        metrics::gauge!("lorapool_host_cache_bytes").set(self.cache.bytes() as f64);
+        if let Some(stamp) = stamp {
+            self.cache.put(name, stamp, &ready);
+            metrics::gauge!("lorapool_host_cache_bytes").set(self.cache.bytes() as f64);
+        }
         Ok(ready)
     }
 
