@@ -255,9 +255,5 @@ mod tests {
             }
             assert_eq!(HostCache::new(len).stamp(&pool, &source), Some(Stamp::of(&source)));
         }
-        // Images of a pool without linears have no bytes but those of experts.
-        let none = PoolSpec { max_rank: 1, ..PoolSpec::for_adapters([], 1, DType::F32).unwrap() };
-        let none = Pool::new(&*gpu, none).unwrap();
-        assert_eq!(HostCache::new(0).stamp(&none, &Source::Dir(dir.path().to_owned())), None);
     }
 }
