@@ -24,8 +24,11 @@ pub mod raw;
 mod report;
 mod routed;
 mod tables;
+mod token_case;
 mod token_pool;
+mod token_rig;
 mod tokens;
+mod window;
 
 pub use case::{Case, Mix, Ranks, Values};
 pub use data::{Absent, Data, Dice, HostPair};

@@ -149,6 +149,18 @@ impl<'a> Oracle<'a> {
     }
 }
 
+/// A sum of products in f64, and how far f32 may stray from it.
+pub(super) fn dot(a: &[f32], x: &[f32], act: DType) -> Expected {
+    let products = a.iter().zip(x).map(|(a, x)| f64::from(*a) * f64::from(*x));
+    let (mut sum, mut terms) = (0.0, 0.0);
+    products.for_each(|product| {
+        sum += product;
+        terms += product.abs();
+    });
+    let tiny = f64::from(f32::MIN_POSITIVE) * (2.0 * a.len() as f64 + 2.0);
+    Expected { want: vec![sum], bound: vec![(a.len() + 1) as f64 * EPS * terms + tiny + act.ulp(sum)] }
+}
+
 impl Expected {
     fn push(&mut self, value: f64, slack: f64, terms: f64, act: DType, unit: Option<f64>) {
         if unit.is_some_and(|unit| terms <= unit / EPS) {

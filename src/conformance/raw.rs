@@ -9,6 +9,7 @@ use super::case::{Case, Values, kernels};
 use super::data::{Absent, Data, Dice, SHAPED_UNIT, Y_UNIT, Z_UNIT};
 use super::operand::Operand;
 use super::oracle::{Check, Mismatch, Oracle};
+use super::window::Window;
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{self, MAX_SITES, Pack, Params, RANK_VECTORS, RowRef, SiteParams};
 use crate::dtype::DType;
@@ -233,19 +234,13 @@ impl<'b> Rig<'b> {
     /// Those of [`Launch::new`] and [`Encoder::launch`].
     pub fn record(&self, encoder: &mut dyn Encoder) -> Result<()> {
         let case = &self.case;
-        let step = |n: u32, all: u32| if n == 0 { all } else { n };
-        for first in (0..case.rows).step_by(step(case.chunk, case.rows) as usize) {
-            let rows = step(case.chunk, case.rows).min(case.rows - first);
-            for slot_first in (0..case.slots).step_by(step(case.window, case.slots) as usize) {
-                let slot_count = step(case.window, case.slots).min(case.slots - slot_first);
-                self.launch(encoder, (first, rows), (slot_first, slot_count))?;
-            }
-        }
-        Ok(())
+        let mut windows = Window::all((case.rows, case.chunk), (case.slots, case.window));
+        windows.try_for_each(|window| self.launch(encoder, window))
     }
 
-    fn launch(&self, encoder: &mut dyn Encoder, (first, rows): (u32, u32), slots: (u32, u32)) -> Result<()> {
+    fn launch(&self, encoder: &mut dyn Encoder, window: Window) -> Result<()> {
         let case = &self.case;
+        let Window { rows: (first, rows), slots } = window;
         let slot_bytes = case.slot_bytes();
         let weights = match &self.fixed[2].0 {
             all if case.all_weights => all.clone(),
@@ -261,11 +256,6 @@ impl<'b> Rig<'b> {
             None => self.z.rows(first, rows, self.z.stride - u64::from(case.pad))?,
         };
         let mut params = Params {
-            rows,
-            row_first: first,
-            slots: case.slots,
-            slot_first: slots.0,
-            slot_count: slots.1,
             sites: self.sites.len() as u32,
             in_features: case.in_features,
             x_stride: self.x.stride as u32,
@@ -280,7 +270,7 @@ impl<'b> Rig<'b> {
             x_rows: case.gather,
             packs_at: self.packs_at,
             z_parts: if self.parts.is_some() { self.backend.caps().z_parts } else { 0 },
-            ..Params::default()
+            ..window.params(case.slots)
         };
         let site = |site: usize, cells: u32, bytes: u64| SiteParams {
             cells,

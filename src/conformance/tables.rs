@@ -1,9 +1,8 @@
 //! Embeddings and replaced token rows of a pool that adapters are in already, checked as a host would use them.
 
 use super::data::Dice;
-use super::oracle::{Check, Expected};
+use super::oracle::{Check, Expected, dot};
 use super::token_pool::{Input, added};
-use super::tokens::dot;
 use crate::adapter::{Adapter, HostTokens};
 use crate::backend::{Encoder, GpuBackend};
 use crate::dtype::DType;

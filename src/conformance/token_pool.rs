@@ -3,8 +3,7 @@
 
 use super::data::Dice;
 use super::fixtures::{Expectation, Truth};
-use super::oracle::{Check, EPS, Expected};
-use super::tokens::dot;
+use super::oracle::{Check, EPS, Expected, dot};
 use super::{Outcome, Trial};
 use crate::adapter::{Adapter, BaseModel, HostMatrix, HostPair, HostTokens, SiteId};
 use crate::backend::{Encoder, GpuBackend};
