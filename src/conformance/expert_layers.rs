@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use super::data::Dice;
 use super::oracle::{Check, Expected, Oracle, Pair};
+use super::synthetic;
 use crate::adapter::{Adapter, ExpertPair, HostMatrix};
 use crate::backend::{Encoder, GpuBackend};
 use crate::contract::RowRef;
@@ -77,12 +78,7 @@ impl Step {
     /// Tokens of any adapter and of none, each with `top_k` experts, some of which aren't there.
     pub fn new(tokens: usize, slots: u32, (experts, top_k): (u32, u32), order: Order, seed: u64) -> Self {
         let mut dice = Dice::new(seed);
-        let batch = (0..tokens)
-            .map(|_| RowRef {
-                slot: dice.below(slots + 2) as i32 - 2,
-                scale: [1.0, 1.0, 0.5, -1.5][dice.below(4) as usize],
-            })
-            .collect();
+        let batch = synthetic::batch(&mut dice, tokens, slots);
         let expert = |dice: &mut Dice| match dice.below(12) {
             0 if order != Order::Offsets => [experts, u32::MAX][dice.below(2) as usize],
             _ => dice.below(experts),

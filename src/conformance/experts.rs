@@ -9,8 +9,8 @@ use safetensors::SafeTensors;
 use super::data::Dice;
 use super::expert_layers::{Guarded, Input, Layers, Order, Resident, Step};
 use super::oracle::{Check, Expected};
-use super::{Outcome, Trial};
-use crate::adapter::{self, Adapter, BaseModel, ExpertPair, HostMatrix, SiteId};
+use super::{Outcome, Trial, synthetic};
+use crate::adapter::{self, Adapter, BaseModel, ExpertPair, SiteId};
 use crate::backend::GpuBackend;
 use crate::contract::RowRef;
 use crate::dtype::DType;
@@ -104,15 +104,7 @@ fn adapter(sites: &[ExpertSite], of: u32, seed: u64) -> Adapter {
             if dice.below(8) >= of {
                 continue;
             }
-            let rank = 1 + dice.below(MAX_RANK);
-            let mut matrix = |rows: u32, cols: u32| {
-                let values: Vec<f32> = (0..rows * cols).map(|_| dice.unit()).collect();
-                let mut bytes = Vec::new();
-                dtype.encode(&values, &mut bytes);
-                HostMatrix { dtype, rows: rows as usize, cols: cols as usize, bytes }
-            };
-            let (a, b) = (matrix(rank, site.in_features), matrix(site.out_features, rank));
-            let scale = 0.25 + dice.unit().abs();
+            let (a, b, scale) = synthetic::pair(&mut dice, dtype, MAX_RANK, [site.in_features, site.out_features]);
             experts.push(ExpertPair { site: site.id.clone(), expert, experts: site.experts, a, b, scale });
         }
     }

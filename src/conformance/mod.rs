@@ -23,6 +23,7 @@ mod pooled;
 pub mod raw;
 mod report;
 mod routed;
+mod synthetic;
 mod tables;
 mod token_case;
 mod token_pool;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::bench::{Bench, Io, Place};
 use super::data::Dice;
 use super::oracle::Check;
-use super::{Outcome, Trial};
-use crate::adapter::{Adapter, HostMatrix, HostPair, RowVectors, SiteId};
+use super::{Outcome, Trial, synthetic};
+use crate::adapter::{Adapter, HostPair, RowVectors, SiteId};
 use crate::backend::{DeviceClass, GpuBackend};
 use crate::contract::{MAX_SITES, RowRef};
 use crate::dtype::DType;
@@ -40,20 +40,13 @@ fn adapter(sites: &[SiteSpec], max_rank: u32, seed: u64) -> Adapter {
         if dice.below(4) == 0 {
             continue;
         }
-        let rank = 1 + dice.below(max_rank);
-        let mut matrix = |rows: u32, cols: u32| {
-            let values: Vec<f32> = (0..rows * cols).map(|_| dice.unit()).collect();
-            let mut bytes = Vec::new();
-            dtype.encode(&values, &mut bytes);
-            HostMatrix { dtype, rows: rows as usize, cols: cols as usize, bytes }
-        };
-        let (a, b) = (matrix(rank, site.in_features), matrix(site.out_features, rank));
+        let (a, b, scale) = synthetic::pair(&mut dice, dtype, max_rank, [site.in_features, site.out_features]);
         // Two adapters in three have vectors, the third has none.
         let vectors = (seed % 3 != 1 && dice.below(4) != 0).then(|| RowVectors {
             gain: (0..site.out_features).map(|_| if dice.below(4) == 0 { 1.0 } else { dice.unit() * 2.0 }).collect(),
             offset: (0..site.out_features).map(|_| dice.unit()).collect(),
         });
-        pairs.push(HostPair { vectors, ..HostPair::new(site.id.clone(), a, b, 0.25 + dice.unit().abs()) });
+        pairs.push(HostPair { vectors, ..HostPair::new(site.id.clone(), a, b, scale) });
     }
     Adapter::from_pairs(pairs)
 }
@@ -80,12 +73,7 @@ fn activations(spec: &PoolSpec, act: DType, rows: usize) -> (Vec<Vec<f32>>, Vec<
 /// Slots of a mixed batch: every slot, none, a slot that nothing is in, and row scales.
 fn mixed(rows: usize, slots: u32, op: Op) -> Vec<RowRef> {
     let mut dice = Dice::new(7 + rows as u64);
-    let mut batch: Vec<RowRef> = (0..rows)
-        .map(|_| RowRef {
-            slot: dice.below(slots + 2) as i32 - 2,
-            scale: [1.0, 1.0, 0.5, -1.5][dice.below(4) as usize],
-        })
-        .collect();
+    let mut batch = synthetic::batch(&mut dice, rows, slots);
     if op == Op::Sgmv {
         batch.sort_by_key(|row| row.slot);
     }

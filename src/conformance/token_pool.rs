@@ -4,7 +4,7 @@
 use super::data::Dice;
 use super::fixtures::{Expectation, Truth};
 use super::oracle::{Check, EPS, Expected, dot};
-use super::{Outcome, Trial};
+use super::{Outcome, Trial, synthetic};
 use crate::adapter::{Adapter, BaseModel, HostMatrix, HostPair, HostTokens, SiteId};
 use crate::backend::{Encoder, GpuBackend};
 use crate::contract::RowRef;
@@ -366,21 +366,13 @@ fn spec(dtype: DType, rows: DType) -> PoolSpec {
 fn adapter(seed: u64, rows: DType) -> Adapter {
     let mut dice = Dice::new(seed);
     let dtype = DType::ALL[seed as usize % 3];
-    let matrix = |dice: &mut Dice, dtype: DType, rows: usize, cols: usize| {
-        let values: Vec<f32> = (0..rows * cols).map(|_| dice.unit()).collect();
-        let mut bytes = Vec::new();
-        dtype.encode(&values, &mut bytes);
-        HostMatrix { dtype, rows, cols, bytes }
-    };
     let (mut pairs, mut tokens) = (Vec::new(), Vec::new());
     for (table, site) in paths().into_iter().enumerate() {
         let (inputs, outputs) = if table == 0 { (VOCABULARY, WIDTH) } else { (WIDTH, VOCABULARY) };
         match (seed >> (2 * table)) & 3 {
             0 => {}
             1 => {
-                let rank = 1 + dice.below(MAX_RANK) as usize;
-                let (a, b) = (matrix(&mut dice, dtype, rank, inputs), matrix(&mut dice, dtype, outputs, rank));
-                let scale = 0.25 + dice.unit().abs();
+                let (a, b, scale) = synthetic::pair(&mut dice, dtype, MAX_RANK, [inputs as u32, outputs as u32]);
                 pairs.push(HostPair { embedding: table == 0, ..HostPair::new(site, a, b, scale) });
             }
             _ => {
@@ -390,7 +382,7 @@ fn adapter(seed: u64, rows: DType) -> Adapter {
                 ids.sort_unstable();
                 ids.dedup();
                 ids.truncate(CAPACITY as usize);
-                let rows = matrix(&mut dice, rows, ids.len(), WIDTH);
+                let rows = synthetic::matrix(&mut dice, rows, ids.len() as u32, WIDTH as u32);
                 tokens.push(HostTokens { site, vocabulary: VOCABULARY, ids, rows });
             }
         }
@@ -400,9 +392,7 @@ fn adapter(seed: u64, rows: DType) -> Adapter {
 
 fn batch(bench: &Bench<'_>, act: DType, op: Op) -> Batch {
     let mut dice = Dice::new(5);
-    let mut rows: Vec<RowRef> = (0..ROWS)
-        .map(|_| RowRef { slot: dice.below(SLOTS + 2) as i32 - 2, scale: [1.0, 0.0, -1.5][dice.below(3) as usize] })
-        .collect();
+    let mut rows = synthetic::batch(&mut dice, ROWS, SLOTS);
     if op == Op::Sgmv {
         rows.sort_by_key(|row| row.slot);
     }
