@@ -297,7 +297,12 @@ impl BaseModel {
         let base =
             Self { others, weights, tied, attention, embeddings, conv1d, routed, ..Self::of_linears(source, shapes) };
         if base.linears.is_empty() && base.experts().is_empty() {
-            let message = format!("{}: found no linear in it, expected two-dimensional weights", base.source);
+            let found = match dir.join("adapter_config.json").exists() {
+                true => "an adapter",
+                false => "no linear",
+            };
+            let message =
+                format!("{}: found {found} in it, expected a base model's two-dimensional weights", base.source);
             return Err(Reject::new(Code::BaseFile, message));
         }
         Ok(base)

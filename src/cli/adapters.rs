@@ -20,7 +20,7 @@ pub enum AdapterPath {
 }
 
 /// How adapters are named, for the help of commands that take them.
-pub const PATHS: &str = "PATH is a directory as PEFT saved it, or a LoRA of llama.cpp's (a GGUF file), which needs --base. An \
+pub const PATHS: &str = "PATH is a directory as PEFT saved it, on this machine, or a LoRA of llama.cpp's (a GGUF file), which needs --base. An \
     adapter is PATH, or PATH@WEIGHT+PATH@WEIGHT+...: one adapter whose delta is the sum of \
     theirs, each times its weight (PEFT's add_weighted_adapter with \"cat\"; ranks add up). A path that itself ends in \
     @NUMBER is written with a slash behind it.";
@@ -122,8 +122,7 @@ pub struct Named {
 
 /// The base's directory, opened.
 pub fn open_base(dir: Option<&Path>) -> Result<Option<BaseModel>, Failure> {
-    dir.map(|dir| BaseModel::open(dir).map_err(|error| Failure::from(error).about(format!("base {}", dir.display()))))
-        .transpose()
+    dir.map(|dir| BaseModel::open(dir).map_err(|error| Failure::from(error).about("base"))).transpose()
 }
 
 /// Loads each adapter; an error names the one it is about.

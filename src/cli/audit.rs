@@ -37,7 +37,8 @@ pub struct Audit {
     #[arg(value_name = "ADAPTER", required = true)]
     adapters: Vec<AdapterPath>,
 
-    /// Directory with the base's config.json and/or safetensors (headers are read, for DoRA weights)
+    /// Directory of the base model, with its config.json, its safetensors or both; of the latter only headers are read,
+    /// unless DoRA needs weights
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
 

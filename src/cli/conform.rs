@@ -11,9 +11,9 @@ use super::console::{Console, bad, dim, good, grouped};
 use super::failure::{Failure, Status};
 use super::progress::Progress;
 
-/// Run the conformance suite on a device: every kernel, type and odd shape against an f64 oracle
+/// Run the conformance suite on a device
 ///
-/// The cases are the same for every backend, and so are the bounds. Paste the output into a report about
+/// Every kernel, type and odd shape is held against an f64 oracle. The cases are the same for every backend, and so are the bounds. Paste the output into a report about
 /// a device: it names the driver.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \

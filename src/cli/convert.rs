@@ -11,7 +11,7 @@ use super::adapters::open_base;
 use super::console::{Console, bad, bytes, good};
 use super::failure::{Failure, Status};
 
-/// Rewrite an adapter whose weights are a PyTorch pickle (adapter_model.bin) or a GGUF file as safetensors
+/// Rewrite adapter_model.bin or a GGUF file as safetensors, running nothing of a pickle
 ///
 /// A pickle is read as data: only tensors by name, as torch.save writes a state dict, and nothing in it is
 /// run. Anything else in it is refused by name. A LoRA of llama.cpp's gets the names, row order and config that PEFT
@@ -30,7 +30,8 @@ pub struct Convert {
     #[arg(value_name = "OUT_DIR")]
     out: PathBuf,
 
-    /// Directory with the base's config.json and/or safetensors (only headers are read); a GGUF file needs it
+    /// Directory of the base model, with its config.json, its safetensors (only headers are read) or both; a GGUF file
+    /// needs it
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
 }

@@ -31,6 +31,7 @@ const LOG: &str = "LORAPOOL_LOG";
 
 /// What follows the list of commands.
 const AFTER_HELP: &str = "\
+    Start with `lorapool run`: it brings adapters of its own. Each command's --help has the details and examples.\n\
     Exit codes: 0 done, 1 something failed or a result was wrong, 2 wrong usage or an adapter refused by `audit`.\n\
     Set LORAPOOL_LOG=info (or debug, or a filter such as lorapool=debug,wgpu=off) for log output on stderr.";
 
@@ -58,23 +59,16 @@ struct Cli {
     command: Command,
 }
 
+// What a command does is said where its arguments are: a comment here would hide all of it but the first line.
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List every backend and device: driver and limits, or why there is none
-    Devices(devices::Devices),
-    /// Judge an adapter: what would be applied where, and whether every tensor has its place
-    Audit(audit::Audit),
-    /// Rewrite adapter_model.bin or a GGUF file as safetensors, running nothing of a pickle
-    Convert(convert::Convert),
-    /// Load adapters, apply a different one to every row of a batch, check every element
     Run(Box<run::Run>),
-    /// Apply adapters to activations from a file
+    Devices(devices::Devices),
+    Audit(audit::Audit),
+    Convert(convert::Convert),
     Apply(Box<apply::Apply>),
-    /// Run the conformance suite on a device
     Conform(conform::Conform),
-    /// Serve rows while adapters come and go, and compare every row to the bit
     Soak(soak::Soak),
-    /// Time a step's LoRA work beside the least that it could take
     Bench(bench::Bench),
 }
 
@@ -86,10 +80,10 @@ pub fn main() -> ExitCode {
     };
     let console = Console::new(cli.json);
     let done = log().and_then(|()| match cli.command {
+        Command::Run(command) => command.run(&console),
         Command::Devices(command) => command.run(&console),
         Command::Audit(command) => command.run(&console),
         Command::Convert(command) => command.run(&console),
-        Command::Run(command) => command.run(&console),
         Command::Apply(command) => command.run(&console),
         Command::Conform(command) => command.run(&console),
         Command::Soak(command) => command.run(&console),

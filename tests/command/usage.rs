@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use crate::{command, finish, fixture, lorapool};
 
-const COMMANDS: [&str; 7] = ["devices", "audit", "run", "apply", "conform", "soak", "bench"];
+const COMMANDS: [&str; 8] = ["run", "devices", "audit", "convert", "apply", "conform", "soak", "bench"];
 
 #[test]
 fn help_lists_every_command_and_each_one_has_examples() {
@@ -18,6 +18,44 @@ fn help_lists_every_command_and_each_one_has_examples() {
             assert!(help.stdout.contains(&format!("lorapool {name}")), "{name}: {}", help.stdout);
             assert!(help.stdout.contains("Examples:") && help.stdout.contains("--json"), "{name}: {}", help.stdout);
         }
+    }
+}
+
+#[test]
+fn long_help_says_what_a_command_does_and_short_help_does_not() {
+    let said = [
+        ("run", "synthetic input"),
+        ("audit", "Frobenius norm"),
+        ("convert", "read as data"),
+        ("apply", "`SITE|y_base`"),
+        ("conform", "f64 oracle"),
+        ("soak", "Two threads"),
+        ("bench", "the floor"),
+    ];
+    for (name, words) in said {
+        // As on one line, however wide the terminal.
+        let of = |flag| lorapool([name, flag]).stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(of("--help").contains(words) && !of("-h").contains(words), "{name}: {}", of("--help"));
+    }
+    assert!(lorapool(["--help"]).stdout.contains("Start with `lorapool run`"));
+}
+
+#[test]
+fn files_are_looked_at_before_any_device() {
+    for (code, args) in [
+        ("E_NOT_FOUND", vec!["--adapter".to_owned(), "a=/nonexistent".to_owned()]),
+        (
+            "E_BASE_FILE",
+            vec!["--base".to_owned(), fixture("05_r1"), "--adapter".to_owned(), format!("a={}", fixture("05_r1"))],
+        ),
+    ] {
+        let ran = finish(
+            command(["run", "--backend", "vulkan", "--json"])
+                .args(args)
+                .env("VK_DRIVER_FILES", "/nonexistent")
+                .env("VK_ICD_FILENAMES", "/nonexistent"),
+        );
+        ran.fails(1, code, &[if code == "E_BASE_FILE" { "found an adapter" } else { "/nonexistent" }]);
     }
 }
 

@@ -102,7 +102,7 @@ impl VulkanBackend {
         let candidate = good.into_iter().nth(index).ok_or_else(|| Error::Unavailable {
             backend: NAME,
             reason: format!(
-                "no device {index}; found {found}{}",
+                "no device {index}; there are {found}, counted from 0{}",
                 refused.iter().map(|r| format!("; {r}")).collect::<String>()
             ),
         })?;

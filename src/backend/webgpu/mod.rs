@@ -72,7 +72,7 @@ impl WebGpuBackend {
         let adapter = adapters
             .into_iter()
             .nth(index)
-            .ok_or_else(|| unavailable(format!("there is no device {index}, there are {count}")))?;
+            .ok_or_else(|| unavailable(format!("no device {index}; there are {count}, counted from 0")))?;
         let limits = options.limits.clone().unwrap_or_else(|| default_limits(&adapter));
         check_limits(&limits)?;
         let request = adapter.request_device(&wgpu::DeviceDescriptor {

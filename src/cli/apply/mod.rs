@@ -41,8 +41,8 @@ const CHUNK_ROWS: usize = 1 << 16;
 /// none. Other tensors are passed over. The output has `SITE|y` [.., out] in f32.
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\nExamples:\n  \
-    lorapool apply --base models/llama --adapter sql=adapters/sql --input in.safetensors --output out.safetensors\n  \
-    lorapool apply --backend cpu --adapter a=one --adapter b=two --op sgmv -i in.safetensors -o out.safetensors\n  \
+    lorapool apply --base models/llama --adapter sql=adapters/sql -i in.safetensors -o out.safetensors\n  \
+    lorapool apply --adapter a=one --adapter b=two --op sgmv -i in.safetensors -o out.safetensors\n  \
     lorapool apply --adapter both=one@0.7+two@0.3 -i in.safetensors -o out.safetensors", adapters::PATHS))]
 pub struct Apply {
     #[command(flatten)]
@@ -52,8 +52,8 @@ pub struct Apply {
     #[arg(long = "adapter", value_name = "NAME=PATH", required = true)]
     adapters: Vec<NamedPath>,
 
-    /// Directory with the base's config.json and/or safetensors (headers are read, for DoRA weights). Without: the
-    /// sites that the adapters cover, with the shapes that they have
+    /// Directory of the base model, with its config.json, its safetensors or both; of the latter only headers are read,
+    /// unless DoRA needs weights. Without: the sites that the adapters cover, with the shapes that they have
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
 

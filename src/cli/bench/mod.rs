@@ -26,20 +26,21 @@ use case::{Case, Mix};
 use report::{Line, Report};
 use rig::Rig;
 
-/// Time one step's whole LoRA work: every site of every layer, each with its own weights
+/// Time a step's whole LoRA work beside the least that it could take
 ///
-/// A step is one captured graph. Each time is the mean of a burst of replays, and what is printed is the median
+/// A step is one captured graph: every site of every layer, each with its own weights. Each time is the mean of a burst of replays, and what is printed is the median
 /// of many bursts. Beside it stands the floor: the fewest bytes that the step can move (the weights of the
 /// adapters in the batch and the activations read, the outputs read and written) over the bandwidth of the
 /// device's own copies, measured in the same run. Where the vendor's matrix library is found (cuBLAS), the base model's
-/// own products for the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic; results are checked by `run`, not here.
+/// own products for the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic;
+/// results are checked by `run`, not here.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     lorapool bench                                       the usual cases at the shapes of Llama-3.1-8B\n  \
     lorapool bench --case 64x64-r16 --case 2048x1-r16 --json\n  \
     lorapool bench --rows 8 --adapters 8 --rank 32 --mix zipf\n  \
     lorapool bench --base models/qwen --layers 4 --backend vulkan\n  \
-    lorapool bench --swap --case 16x16-r16               what swaps cost, and what a step notices of them\n  \
+    lorapool bench --swap --case 16x16-r16               what swaps cost, and cost a step\n  \
     lorapool bench --sweep --plot decode.svg\n  \
     lorapool bench --list")]
 pub struct Bench {
@@ -203,7 +204,11 @@ impl Bench {
         let layers = self.layers.unwrap_or(usize::MAX);
         let Some(dir) = &self.base else {
             let layers = layers.min(32);
-            return Ok((format!("Llama-3.1-8B, {layers} layers"), rig::llama(layers)));
+            let name = match layers {
+                1 => "Llama-3.1-8B, 1 layer".to_owned(),
+                more => format!("Llama-3.1-8B, {more} layers"),
+            };
+            return Ok((name, rig::llama(layers)));
         };
         let base = adapters::open_base(Some(dir))?;
         let mut sites = adapters::pool_spec(base.as_ref(), [], 1, self.dtype)?.sites;

@@ -28,7 +28,7 @@ use mix::Mix;
 use report::{AdapterLine, Pass, Report, Swap};
 use step::Step;
 
-/// Load adapters into a pool, apply a different one to every row of a batch, check every element
+/// Load adapters, apply a different one to every row of a batch, check every element
 ///
 /// Every site of the model gets a synthetic input and base output, routed experts a synthetic routing. Both ops run from
 /// captured graphs: bgmv, as for decode, and sgmv, as for prefill, with the rows in segments. Each element is held against
@@ -37,8 +37,8 @@ use step::Step;
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\nExamples:\n  \
     lorapool run                                    adapters that ship with the command, best device\n  \
-    lorapool run --backend vulkan --rows 256 --mix zipf\n  \
-    lorapool run --base models/llama --adapter sql=adapters/sql --adapter chat=adapters/chat --dtype bf16 --json\n  \
+    lorapool run --backend vulkan --rows 256 --mix zipf --json\n  \
+    lorapool run --base models/llama --adapter sql=adapters/sql --adapter chat=adapters/chat\n  \
     lorapool run --adapter both=adapters/sql@0.7+adapters/chat@0.3", adapters::PATHS))]
 pub struct Run {
     #[command(flatten)]
@@ -48,8 +48,8 @@ pub struct Run {
     #[arg(long = "adapter", value_name = "NAME=PATH")]
     adapters: Vec<NamedPath>,
 
-    /// Directory with the base's config.json and/or safetensors (headers are read, for DoRA weights). Without: the
-    /// sites that the adapters cover, with the shapes that they have
+    /// Directory of the base model, with its config.json, its safetensors or both; of the latter only headers are read,
+    /// unless DoRA needs weights. Without: the sites that the adapters cover, with the shapes that they have
     #[arg(long, value_name = "DIR", requires = "adapters")]
     base: Option<PathBuf>,
 
@@ -84,8 +84,8 @@ struct Cast {
 impl Run {
     /// Runs the job.
     pub fn run(self, console: &Console) -> Result<Status, Failure> {
-        let gpu = self.device.open()?;
         let Cast { base, resident, next } = self.cast()?;
+        let gpu = self.device.open()?;
         let max_loras = resident.len() as u32;
         let all = resident.iter().chain([&next]);
         let mut spec = adapters::pool_spec(base.as_ref(), all.clone(), max_loras, self.dtype)?;

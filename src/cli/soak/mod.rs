@@ -26,7 +26,7 @@ use super::console::{Console, bad, bold, good, grouped};
 use super::failure::{Failure, Status};
 use super::progress::Progress;
 
-/// Serve rows while adapters are loaded, replaced, promoted and unloaded in random order
+/// Serve rows while adapters come and go, and compare every row to the bit
 ///
 /// Two threads dispatch batches through captured graphs, one by each op; two more load, replace, promote,
 /// activate and unload. Every row must equal, to the bit, what its own adapter gives alone in a pool of one
