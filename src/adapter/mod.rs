@@ -11,6 +11,7 @@ mod embed;
 mod expert;
 mod experts;
 mod family;
+mod fields;
 mod file;
 mod float;
 mod fused;
