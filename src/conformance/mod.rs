@@ -16,6 +16,8 @@ mod expert_layers;
 mod experts;
 pub mod fixtures;
 #[cfg(test)]
+mod loops;
+#[cfg(test)]
 mod naive;
 mod operand;
 pub mod oracle;
