@@ -1,6 +1,8 @@
 //! A hundred thousand damaged adapters: no panic, no memory beyond a few times the files' size, an error that names file
 //! and tensor or field, finite outputs of those that are accepted. `tests/fuzz` goes on from here for as long as one likes.
 
+#[path = "loader_support/damage.rs"]
+mod damage;
 mod loader_support;
 #[path = "loader_support/mutate.rs"]
 mod mutate;

@@ -3,6 +3,8 @@
 
 #[path = "../loader_support/mod.rs"]
 mod loader_support;
+#[path = "../loader_support/damage.rs"]
+mod damage;
 #[path = "../loader_support/mutate.rs"]
 mod mutate;
 
