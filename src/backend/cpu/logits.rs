@@ -1,4 +1,4 @@
-//! y[id j] = rows[j] x: dot products of a slot's replaced rows with x, at their tokens' places among the logits.
+//! `y[id j] = rows[j] x`: dot products of a slot's replaced rows with x, at their tokens' places among the logits.
 
 use std::ops::Range;
 
