@@ -27,6 +27,7 @@ mod report;
 mod routed;
 mod synthetic;
 mod tables;
+mod token_bench;
 mod token_case;
 mod token_pool;
 mod token_rig;

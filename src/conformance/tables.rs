@@ -2,7 +2,7 @@
 
 use super::data::Dice;
 use super::oracle::{Check, Expected, dot};
-use super::token_pool::{Input, added};
+use super::token_bench::{Input, added};
 use crate::adapter::{Adapter, HostTokens};
 use crate::backend::{Encoder, GpuBackend};
 use crate::dtype::DType;
