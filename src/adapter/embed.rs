@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::base::is_input;
+use super::base_modules::is_input;
 use super::config::TokenIndices;
 use super::header::TensorInfo;
 use super::json::excerpt;
@@ -225,5 +225,5 @@ fn replaced(tokens: &HostTokens) -> String {
 }
 
 fn is_head_name(module: &str) -> bool {
-    super::base::is_head(module)
+    super::base_modules::is_head(module)
 }

@@ -3,6 +3,8 @@
 mod alpha;
 mod audit;
 mod base;
+mod base_modules;
+mod base_tables;
 mod base_weights;
 mod config;
 mod confine;

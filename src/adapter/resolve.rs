@@ -7,7 +7,8 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use super::base::{BaseModel, Other};
+use super::base::BaseModel;
+use super::base_modules::Other;
 use super::fused;
 use super::json::excerpt;
 use super::keys::{Key, PREFIX};
