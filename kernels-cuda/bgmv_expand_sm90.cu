@@ -1,418 +1,372 @@
-// y[row][n] += scale * sum_r B[slot(row)][n][r] * z[row][z_offset + r], rounded once: decode in bf16 for sm_90.
+// y[row][n] += scale * sum_r B[slot(row)][n][r] * z[row][r], z the sum of its parts, rounded once: decode in bf16 for sm_90.
 //
-//   tile     OUTPUTS outputs of one site, for one pack of rows
-//   stage    RANKS ranks of a tile's B, and with the first its outputs so far
-//   run      neighbouring tiles of one pack and one site
-//   warp     a run after the other, SLOTS stages asked for ahead
+//   warp   works by itself on a run of neighbouring tiles
+//   tile   TILE outputs of a pack of rows at a site; in units of RANKS ranks, whose weights are asked for AHEAD units ahead
 //
-// z is the 16-row side of the product, B the 8-column side. The columns are permuted so that each lane ends up with
-// eight adjacent outputs of its row, in words that begin elsewhere in each quarter of the lanes: so what is read at
-// once lies in different banks.
-//
-// Order of a sum: of z, the parts of the columns ascending; of y, ranks ascending in chunks of RANKS, the high parts of
-// z by themselves, the low and middle ones together; the two last of all. Vectors behind B change y as the contract
-// says.
-#include "decode.cuh"
+// z is taken as the sum of three bf16, which it is exactly: the high and the middle parts of 8 rows are the 16-row side of one
+// product, the low parts of another, before it. Order of a sum: ranks ascending in groups of RANKS, high and low parts in one
+// sum, middle parts in another, added at the end.
+#include "packs.cuh"
 
-// Most warps of a block.
-constexpr u32 WARPS = 8;
-constexpr u32 SLOTS = 4;
-constexpr u32 OUTPUTS = 64;
-// A stage in shared memory: B as it lies in memory, then y.
-constexpr u32 B_LINE = RANKS * 2;
-constexpr u32 Y_LINE = OUTPUTS * 2 + 16;
-constexpr u32 SLOT_BYTES = OUTPUTS * B_LINE + PACK_ROWS * Y_LINE;
-// Chunks of z that a warp keeps for its next tile, split for the product.
-constexpr u32 KEPT = 4;
-constexpr u32 KEPT_BYTES = 32 * 24;
+constexpr u32 TILE = 32;
+constexpr u32 AHEAD = 6;
+// Parts of z that are asked for at once.
+constexpr u32 Z_AT_ONCE = 4;
+// Bytes that a warp keeps of a group of ranks: a lane's twelve parts, as it multiplies them.
+constexpr u32 KEPT = 32 * 32;
 
-DEVICE u32 tiles_of(const Params& p, u32 site) {
-    return site < p.sites ? div_ceil(p.site[site].out_features, OUTPUTS) : 0;
-}
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// What the tiles of a pack and a site have in common, in the lane that looked it up.
-struct Source {
-    u64 b;       // rank 0 of output 0
-    u64 gains;   // of output 0; 0: there are no vectors
-    u32 rank;    // 0: nothing to do
-    float scale;
-    u32 pack, site;
-    u32 first, whole, end;   // the warp's tiles; those before `whole` can be copied and have all outputs
+// Tiles of a pack and a site.
+struct Run {
+    u64 b;              // address of the matrix
+    u64 b_row;          // bytes from an output to the next
+    const float* z;     // this lane's ranks of its row; null: it has none
+    u16* y;             // output 8q of tile 0 of its row
+    const float* gains; // of the site; null: none
+    u64 offsets;        // floats from gains to offsets
+    u64 part;           // floats from a part of z to the next
+    u32 parts, first, end, rank, out;
+    float site_scale, row_scale;
+    bool wide;          // y is aligned, and no eighth of a tile ragged
 };
 
-// Source `index` counts the sites of all packs; tiles `first` to `end` count all tiles.
-DEVICE Source find(const Params& p, const u32* batch, const u32* tables, const unsigned char* weights, u32 wide_sites,
-                   u32 each, u32 index, u32 first, u32 end) {
-    Source source = {0, 0, 0, 0.0f, 0, 0, 0, 0, 0};
-    const u32 pack = index / p.sites;
-    source.site = index % p.sites;
-    source.pack = p.packs_at + PACK_WORDS * pack;
-    u32 zero = pack * each;
+// A group of ranks of z as a lane multiplies it: its four ranks' high, middle and low parts.
+struct Ranks {
+    u32 high[2], middle[2], low[2];
+};
+DEVICE Ranks ranks_of(const Run& run, u32 group) {
+    float4 f = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (run.z) {
+        const float* from = run.z + group * RANKS;
+        float4 part[Z_AT_ONCE];
+#pragma unroll 1
+        for (u32 first = 0; first < run.parts; first += Z_AT_ONCE) {
 #pragma unroll
-    for (u32 s = 0; s + 1 < MAX_SITES; s++)
-        if (s < source.site) zero += tiles_of(p, s);
-    const u32 tiles = tiles_of(p, source.site);
-    if (zero >= end || zero + tiles <= first) return source;
-    source.first = first > zero ? first - zero : 0;
-    source.end = end - zero < tiles ? end - zero : tiles;
-    const Pair pair = expand_pair_of<u16>(p, p.site[source.site], tables, (int)batch[source.pack]);
-    const u32 whole = p.site[source.site].out_features / OUTPUTS;
-    const bool plain = (wide_sites >> source.site & 1) && whole > source.first;
-    source.whole = !plain ? source.first : whole < source.end ? whole : source.end;
-    source.rank = pair.rank;
-    source.scale = pair.scale;
-    source.b = (u64)weights + pair.offset;
-    source.gains = (u64)gains_of(weights, pair, 0);
-    return source;
-}
-
-// This lane's four ranks of a chunk of a row of z: the sum of the parts. `z`: where part 0 has them.
-DEVICE float4 sum_of_parts(const Params& p, const float* z, u32 chunk, u32 rank) {
-    const u32 parts = parts_of(p.in_features);
-    const u64 stride = z_strides(p).part;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    z += chunk * RANKS;
-    float4 v[Z_PARTS];
+            for (u32 i = 0; i < Z_AT_ONCE; i++)
+                if (first + i < run.parts) part[i] = shared_cache(from + (first + i) * run.part);
 #pragma unroll
-    for (u32 i = 0; i < Z_PARTS; i++)
-        v[i] = i < parts ? shared_cache16(z + i * stride) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (u32 i = 0; i < Z_PARTS; i++) {
-        sum.x = __fadd_rn(sum.x, v[i].x);
-        sum.y = __fadd_rn(sum.y, v[i].y);
-        sum.z = __fadd_rn(sum.z, v[i].z);
-        sum.w = __fadd_rn(sum.w, v[i].w);
+            for (u32 i = 0; i < Z_AT_ONCE; i++)
+                if (first + i < run.parts) {
+                    f.x = __fadd_rn(f.x, part[i].x);
+                    f.y = __fadd_rn(f.y, part[i].y);
+                    f.z = __fadd_rn(f.z, part[i].z);
+                    f.w = __fadd_rn(f.w, part[i].w);
+                }
+        }
     }
-    // What no adapter's rank has written means nothing.
-    const u32 r = chunk * RANKS + threadIdx.x % 4 * 2;
-    if (r >= rank) sum.x = 0.0f;
-    if (r + 1 >= rank) sum.y = 0.0f;
-    if (r + 8 >= rank) sum.z = 0.0f;
-    if (r + 9 >= rank) sum.w = 0.0f;
-    return sum;
+    Ranks r;
+    r.high[0] = take_high(f.x, f.y), r.high[1] = take_high(f.z, f.w);
+    r.middle[0] = take_high(f.x, f.y), r.middle[1] = take_high(f.z, f.w);
+    r.low[0] = take_high(f.x, f.y), r.low[1] = take_high(f.z, f.w);
+    return r;
 }
-
-// A chunk of z as the 16-row sides of two products, of 8 rows each: z is the sum of three bf16, which it is exactly.
-// The first has the high parts and below them the middle ones, the second nothing and below it the low parts.
-struct Chunk {
-    uint4 first, second;
+DEVICE void keep(u32 to, const Ranks& r) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r.high[0]), "r"(r.middle[0]), "r"(r.high[1]),
+                 "r"(r.middle[1])
+                 : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%2};" ::"r"(to + KEPT / 2), "r"(r.low[0]), "r"(0), "r"(r.low[1]) : "memory");
+}
+// The same as the two products' operands: high and middle parts, low ones.
+struct Sides {
+    uint4 upper, lower;
 };
-DEVICE Chunk split(float4 f) {
-    Chunk c;
-    c.first.x = take_high(f.x, f.y);
-    c.first.z = take_high(f.z, f.w);
-    c.first.y = take_high(f.x, f.y);
-    c.first.w = take_high(f.z, f.w);
-    c.second = make_uint4(0, take_high(f.x, f.y), 0, take_high(f.z, f.w));
-    return c;
-}
-// From what a warp keeps of it.
-DEVICE Chunk join(uint4 first, uint2 low) { return {first, make_uint4(0, low.x, 0, low.y)}; }
-// Eight outputs of which this lane names two ranks each, times z; the sums are in two halves.
-DEVICE void multiply(float (&sum)[4], u32 b0, u32 b1, const Chunk& z) {
-    mma(sum, z.second.x, z.second.y, z.second.z, z.second.w, b0, b1);
-    mma(sum, z.first.x, z.first.y, z.first.z, z.first.w, b0, b1);
-}
-// A word of y plus what the lane's two sums add to it. `gains`: of its first output; null: none.
-DEVICE u32 expand2(const SiteParams& site, u32 y, float site_scale, float row_scale, const float (&sum)[4],
-                   const float* gains) {
-    const float low = __fadd_rn(sum[2], sum[0]), high = __fadd_rn(sum[3], sum[1]);
-    if (!gains) return add2(y, __fmul_rn(site_scale, row_scale), low, high);
-    // Words begin at even outputs, and vectors are padded past odd ends.
-    return shape2(y, site_scale, row_scale, low, high, *reinterpret_cast<const float2*>(gains),
-                  *reinterpret_cast<const float2*>(gains + vector_len(site)));
+DEVICE Sides sides_of(const Ranks& r) {
+    return {make_uint4(r.high[0], r.middle[0], r.high[1], r.middle[1]), make_uint4(r.low[0], 0, r.low[1], 0)};
 }
 
-// Two neighbouring elements, of which the first `count` are there.
-DEVICE u32 some2(const u16* from, u32 count) { return (count > 0 ? from[0] : 0) | (count > 1 ? from[1] : 0) << 16; }
+// Adds a unit's products to the sums: of outputs 8q + 2j and the next, high and low parts in [j][0] and [j][1], middle ones in
+// [j][2] and [j][3].
+DEVICE void multiply(float (&sum)[4][4], const Sides& z, const uint2 (&w)[4]) {
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) mma(sum[j], z.lower.x, z.lower.y, z.lower.z, z.lower.w, w[j].x, w[j].y);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) mma(sum[j], z.upper.x, z.upper.y, z.upper.z, z.upper.w, w[j].x, w[j].y);
+}
 
-// Of the 32 outputs that four products give: which one column `c` of product `j` is, and which of its four words this
-// lane's columns are.
-DEVICE u32 output_of(u32 j, u32 c) { return c / 2 * 8 + (j + c / 2) % 4 * 2 + c % 2; }
-DEVICE u32 word_of(u32 j) { return (j + threadIdx.x) % 4; }
+DEVICE void clear(float (&sum)[4][4]) {
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
+}
 
-// A tile that can't be copied as it is: ragged ranks or outputs, or rows of y at odd places.
-static __device__ __noinline__ void odd_tile(const Params& p, const u32* batch, const u16* b, const float* gains,
-                                             const float* z, u16* y, u32 at, const u32* pack, u32 rank,
-                                             float site_scale, u32 first) {
-    const u32 g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    const SiteParams& site = p.site[at];
-    const ZStrides strides = z_strides(p);
-    const u32 row = pack[2 + g] - p.row_first;
-    const bool live = g < pack[1] && row < p.rows;
-    const float own_scale = live ? row_scale(p, batch, row) : 0.0f;
+DEVICE uint4 plain8(const uint4& y, float scale, const float (&sum)[4][4]) {
+    const u32 word[4] = {y.x, y.y, y.z, y.w};
+    u32 done[4];
+#pragma unroll
+    for (u32 j = 0; j < 4; j++)
+        done[j] = add2(word[j], scale, __fadd_rn(sum[j][0], sum[j][2]), __fadd_rn(sum[j][1], sum[j][3]));
+    return make_uint4(done[0], done[1], done[2], done[3]);
+}
+
+// The same with gains and offsets, of outputs from `n` on, `left` of them.
+DEVICE uint4 shaped8(const Run& run, u32 n, u32 left, const uint4& y, const float (&sum)[4][4]) {
+    u32 word[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (u32 j = 0; j < 4; j++)
+        if (2 * j < left) {
+            // Pairs begin at even outputs, and vectors are padded past odd ends.
+            const float* from = run.gains + n + 2 * j;
+            word[j] = shape2(word[j], run.site_scale, run.row_scale, __fadd_rn(sum[j][0], sum[j][2]),
+                             __fadd_rn(sum[j][1], sum[j][3]), *reinterpret_cast<const float2*>(from),
+                             *reinterpret_cast<const float2*>(from + run.offsets));
+        }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+DEVICE uint2 shared8(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+DEVICE uint4 shared16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+// What this lane has kept of a group.
+DEVICE Sides kept(u32 from) { return {shared16(from), shared16(from + KEPT / 2)}; }
+DEVICE void copy16(u32 to, u64 from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same, and a store, of the lanes that are `live`: a predicate, where the compiler would make a branch.
+DEVICE void copy16_if(u32 to, const u16* from, bool live) {
+    asm volatile("{\n.reg .pred live;\nsetp.ne.u32 live, %2, 0;\n@live cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+                 "l"(from), "r"((u32)live)
+                 : "memory");
+}
+DEVICE void store16_if(u16* to, const uint4& v, bool live) {
+    asm volatile("{\n.reg .pred live;\nsetp.ne.u32 live, %5, 0;\n@live st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}" ::"l"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((u32)live)
+                 : "memory");
+}
+DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last `pending` commits have arrived, for all lanes.
+template <u32 pending> DEVICE void arrived() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+    __syncwarp();
+}
+
+// A warp's ring: units of B, and y of tiles.
+constexpr u32 UNIT_BYTES = TILE * RANKS * 2;
+constexpr u32 Y_BYTES = PACK_ROWS * TILE * 2;
+constexpr u32 RING_BYTES = AHEAD * (UNIT_BYTES + Y_BYTES);
+
+// Whole tiles and groups, aligned rows: nearly all runs. ONE: group of ranks. VECTORS: there are gains and offsets. Unless
+// `waited`, waits before it reads z and y. `ring`: this warp's; `z_kept`: where this lane keeps z.
+template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring, u32 z_kept, bool waited) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const u32 groups = ONE ? 1 : run.rank / RANKS;
+    const bool live = run.z != nullptr;
+    u32 left = (run.end - run.first) * groups;
+    // B as it is asked for: this lane copies half l % 2 of output l / 2 and of the 16th after it. In every other eight outputs
+    // the halves of 128 bytes are changed over, so that what is read at once lies in different banks.
+    u64 ask = run.b + (run.first * TILE + lane / 2) * run.b_row + lane % 2 * 16;
+    const u64 sixteen = 16 * run.b_row;
+    const u32 to = ring + ((lane * 16) ^ (lane / 16 * 64)), y_at = ring + AHEAD * UNIT_BYTES + lane * 16;
+    u32 ask_group = 0;
+    auto ask_b = [&](u32 i) {
+        copy16(to + i * UNIT_BYTES, ask);
+        copy16(to + i * UNIT_BYTES + UNIT_BYTES / 2, ask + sixteen);
+        ask += ONE ? 2 * sixteen : 2 * RANKS;
+        if (!ONE && ++ask_group == groups) {
+            ask += 2 * sixteen - groups * (2 * RANKS);
+            ask_group = 0;
+        }
+    };
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++)
+        if (i < left) ask_b(i);
+    commit();
+    if (!waited) wait_for_last();
+    // y of the next tiles: of as many as there can be in the ring.
+    u16* y = run.y + run.first * TILE;
+    u32 y_left = run.end - run.first, y_place = 0;
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) {
+        copy16_if(y_at + i * Y_BYTES, y + i * TILE, live && i < y_left);
+        commit();
+    }
+    Sides z;
+    if (ONE) {
+        z = sides_of(ranks_of(run, 0));
+    } else {
+#pragma unroll 2
+        for (u32 c = 0; c < groups; c++) keep(z_kept + c * KEPT, ranks_of(run, c));
+    }
+    const u32 odd = g / 2 % 2 * 64, at = ring + g / 2 * 256 + g % 2 * 32 + q * 8;
+    const float scale = __fmul_rn(run.site_scale, run.row_scale);
+    u32 group = 0, vectors = run.first * TILE + q * 8;
+    float sum[4][4];
 #pragma unroll 1
-    for (u32 half = first; half < first + OUTPUTS && half < site.out_features; half += OUTPUTS / 2) {
-        float sum[4][4] = {};
+    for (;;) {
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; i++) {
+            arrived<AHEAD - 1>();
+            const u32 from = at + i * UNIT_BYTES;
+            const uint2 w[4] = {shared8(from + odd), shared8(from + 64 - odd), shared8(from + 128 + odd),
+                                shared8(from + 192 - odd)};
+            if (!ONE) z = kept(z_kept + group * KEPT);
+            if (ONE || group == 0) clear(sum);
+            multiply(sum, z, w);
+            // All lanes have read the unit.
+            if (left > AHEAD) ask_b(i);
+            if (ONE || ++group == groups) {
+                const u32 place = y_at + (ONE ? i : y_place) * Y_BYTES;
+                const uint4 before = shared16(place);
+                uint4 after;
+                if (VECTORS) after = shaped8(run, vectors, TILE, before, sum);
+                else after = plain8(before, scale, sum);
+                store16_if(y, after, live);
+                if (VECTORS) vectors += TILE;
+                copy16_if(place, y + AHEAD * TILE, live && y_left > AHEAD);
+                y += TILE;
+                y_left--;
+                if (!ONE) y_place = y_place + 1 == AHEAD ? 0 : y_place + 1;
+                group = 0;
+            }
+            commit();
+            if (--left == 0) return;
+        }
+    }
+}
+
+// A run of any kind: ragged ranks or outputs, rows of y at odd places, vectors. Its weights go straight to registers.
+DEVICE void odd_run(const Run& run, u32 z_kept, bool waited) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const u32 groups = div_ceil(run.rank, RANKS);
+    if (!waited) wait_for_last();
 #pragma unroll 1
-        for (u32 chunk = 0; chunk * RANKS < rank; chunk++) {
-            float4 f = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (live) f = sum_of_parts(p, z + (row * strides.row + at * strides.site + q * 4), chunk, rank);
-            const Chunk c = split(f);
-            __syncwarp();
-            const u32 r = chunk * RANKS + q * 2;
+    for (u32 c = 0; c < groups; c++) keep(z_kept + c * KEPT, ranks_of(run, c));
+#pragma unroll 1
+    for (u32 tile = run.first; tile < run.end; tile++) {
+        const u32 n = tile * TILE + q * 8, left = run.z ? saturating(run.out, n) : 0;
+        u16* y = run.y + tile * TILE;
+        uint4 before = make_uint4(0, 0, 0, 0);
+        if (left) before = run.wide ? shared_cache(y) : some8(y, left);
+        float sum[4][4];
+        clear(sum);
+#pragma unroll 1
+        for (u32 c = 0; c < groups; c++) {
+            const u32 count = saturating(run.rank, c * RANKS + q * 4);
+            uint2 w[4];
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                const u32 n = half + output_of(j, g);
-                const u16* from = b + (n * (u64)p.b_stride + r);
-                const bool there = n < site.out_features;
-                const u32 low = there ? saturating(rank, r) : 0, high = there ? saturating(rank, r + 8) : 0;
-                multiply(sum[j], some2(from, low), some2(from + 8, high), c);
+                const u32 o = tile * TILE + g / 2 * 8 + g % 2 + j * 2;
+                const u16* e = reinterpret_cast<const u16*>(run.b + o * run.b_row) + c * RANKS + q * 4;
+                w[j] = make_uint2(0, 0);
+                if (o >= run.out || count == 0) continue;
+                w[j].x = e[0] | (count > 1 ? (u32)e[1] << 16 : 0);
+                if (count > 2) w[j].y = e[2] | (count > 3 ? (u32)e[3] << 16 : 0);
             }
+            multiply(sum, kept(z_kept + c * KEPT), w);
         }
-        if (!live) continue;
+        if (left == 0) continue;
+        const uint4 done = run.gains ? shaped8(run, n, left, before, sum)
+                                     : plain8(before, __fmul_rn(run.site_scale, run.row_scale), sum);
+        if (run.wide) {
+            *reinterpret_cast<uint4*>(y) = done;
+            continue;
+        }
+        const u32 words[4] = {done.x, done.y, done.z, done.w};
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-            const u32 n = half + q * 8 + word_of(j) * 2, left = saturating(site.out_features, n);
-            u16* to = y + ((u64)row * site.y_stride + n);
-            if (left == 0) continue;
-            const u32 word = expand2(site, some2(to, left), site_scale, own_scale, sum[j], gains ? gains + n : nullptr);
-            to[0] = (u16)word;
-            if (left > 1) to[1] = (u16)(word >> 16);
-        }
+        for (u32 i = 0; i < 8; i++)
+            if (i < left) y[i] = (u16)(words[i / 2] >> (i % 2 * 16));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+// What a pack and a site's tiles have in common, in the lane that looked them up.
+struct Found {
+    u64 b, gains;       // addresses; gains 0: none
+    u32 rank;           // 0: nothing to do
+    float scale;
+    u32 first, end;     // tiles of the site that are this warp's
+};
+
+// The warp's runs that are even and without vectors, or those that aren't: apart, so that the latter cost the former no
+// registers. Whether there are any of the other kind.
+template <bool PLAIN>
+DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const unsigned char* weights, const float* z, u16* y0,
+                 u16* y1, u16* y2, u16* y3, const Share& share, u32 each, u32 ring, u32 z_kept, bool& waited) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const ZStrides strides = z_strides(p);
+    const u32 sources = div_ceil(share.end, each) * p.sites;
+    bool others = false;
+#pragma unroll 1
+    for (u32 base = share.first / each * p.sites; base < sources; base += 32) {
+        // Lane l looks up site (base + l) % sites of a pack.
+        Found mine = {0, 0, 0, 0.0f, 0, 0};
+        const u32 own = base + lane;
+        if (own < sources) {
+            const u32 pack = own / p.sites, s = own % p.sites;
+            const int slot = slot_of(p, batch, pack);
+            u32 tile = pack * each;
+#pragma unroll
+            for (u32 i = 0; i < MAX_SITES - 1; i++)
+                if (i < s) tile += div_ceil(p.site[i].out_features, TILE);
+            const u32 count = div_ceil(p.site[s].out_features, TILE);
+            mine.first = saturating(share.first, tile);
+            mine.end = saturating(share.end, tile) < count ? saturating(share.end, tile) : count;
+            if (mine.first < mine.end) {
+                const Pair pair = expand_pair_of<u16>(p, p.site[s], tables, slot);
+                mine.rank = pair.rank;
+                mine.scale = pair.scale;
+                mine.b = (u64)weights + pair.offset;
+                mine.gains = pair.vectors ? (u64)weights + pair.vectors : 0;
+            }
+        }
+#pragma unroll 1
+        for (u32 live = __ballot_sync(~0u, mine.rank != 0); live; live &= live - 1) {
+            const u32 from = __ffs(live) - 1, pack = (base + from) / p.sites, s = (base + from) % p.sites;
+            const SiteParams& site = p.site[s];
+            Run run;
+            run.first = from_lane(mine.first, from), run.end = from_lane(mine.end, from);
+            run.rank = from_lane(mine.rank, from), run.out = site.out_features;
+            run.gains = reinterpret_cast<const float*>(from_lane(mine.gains, from));
+            u16* y = reinterpret_cast<u16*>(y_of(site.y_operand, y0, y1, y2, y3)) + site.y_offset;
+            run.wide = is_wide(y, site.y_stride) && run.out % 8 == 0;
+            const bool even = run.wide && run.rank % RANKS == 0 && run.end * TILE <= run.out;
+            if ((even && !run.gains) != PLAIN) {
+                others = true;
+                continue;
+            }
+            const u32 row = row_of(p, batch, pack, g);
+            run.b_row = 2 * (u64)p.b_stride;
+            run.b = from_lane(mine.b, from);
+            run.offsets = vector_len(site);
+            run.parts = parts_of(p.in_features), run.part = strides.part;
+            run.z = row == NO_ROW ? nullptr : z + ((u64)row * strides.row + s * strides.site + q * 4);
+            run.y = y + (u64)(row == NO_ROW ? 0 : row) * site.y_stride + q * 8;
+            run.site_scale = from_lane(mine.scale, from);
+            run.row_scale = row == NO_ROW ? 0.0f : row_scale(p, batch, row);
+            if (!PLAIN && even) even_run<false, true>(run, ring, z_kept, waited);
+            else if (!PLAIN) odd_run(run, z_kept, waited);
+            else if (run.rank == RANKS) even_run<true, false>(run, ring, z_kept, waited);
+            else even_run<false, false>(run, ring, z_kept, waited);
+            waited = true;
+        }
+    }
+    return others;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 2)
     lorapool_bgmv_expand_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
                                    const unsigned char* __restrict__ weights, const float* z, u16* y0, u16* y1, u16* y2,
                                    u16* y3, const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(16) unsigned char memory[];
     launch_next();
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
-    const u32 slots = shared_address(memory) + warp * (SLOTS * SLOT_BYTES);
-    const u32 chunks_kept = div_ceil(p.max_rank, RANKS) < KEPT ? div_ceil(p.max_rank, RANKS) : KEPT;
-    const u32 rings = blockDim.x / 32 * SLOTS * SLOT_BYTES;
-    const u32 kept = shared_address(memory) + rings + warp * chunks_kept * KEPT_BYTES + lane * 16;
-    // Where this lane writes B (half l % 2 of 16 ranks of outputs l / 2 + 16 i) and y (eighth l % 8 of rows l / 8 and
-    // l / 8 + 4), and the words of y that it adds to.
-    const u32 b_to = slots + lane * 16, y_to = slots + OUTPUTS * B_LINE + lane / 8 * Y_LINE + lane % 8 * 16;
-    const u32 y_word = slots + OUTPUTS * B_LINE + g * Y_LINE + q * 16;
-    // What it names of B, from the slot's begin: half l / 8 % 2 of an output of product l / 16, and of that + 2.
-    const u32 b_half = lane / 8 % 2 * 16, column = lane % 8;
-    const u32 b_row = slots + output_of(lane / 16, column) * B_LINE + b_half;
-    const u32 b_next = output_of(lane / 16 + 2, column) * B_LINE - output_of(lane / 16, column) * B_LINE;
-    const ZStrides strides = z_strides(p);
-    const u32 each = tiles_of(p, 0) + tiles_of(p, 1) + tiles_of(p, 2) + tiles_of(p, 3);
-    Share share = {0, 0};
-    // Unless this warp has nothing to do in any batch.
-    if (warp * gridDim.x + blockIdx.x < p.tiles * each) share = share_of(live_packs(p, batch) * each);
-    // From 16 outputs to the next.
-    const u64 sixteen = 32 * (u64)p.b_stride;
-    auto y_of_site = [&](const SiteParams& site) {
-        return reinterpret_cast<u16*>(y_of(site.y_operand, y0, y1, y2, y3)) + site.y_offset;
-    };
-    u32 wide_sites = 0;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 each = 0;
 #pragma unroll
-    for (u32 s = 0; s < MAX_SITES; s++)
-        if (s < p.sites && is_wide(y_of_site(p.site[s]), p.site[s].y_stride)) wide_sites |= 1 << s;
+    for (u32 s = 0; s < MAX_SITES; s++) each += s < p.sites ? div_ceil(p.site[s].out_features, TILE) : 0;
+    // The first warps of all blocks come first.
+    const Share share = share_of(live_packs(p, batch) * each, warp * gridDim.x + blockIdx.x, gridDim.x * (blockDim.x / 32));
     bool waited = false;
-    // The next 32 sites of packs from the one that has the warp's first tile.
-    const u32 last = share.end > share.first ? div_ceil(share.end, each) * p.sites : 0;
-#pragma unroll 1
-    for (u32 base = share.first / each * p.sites; base < last; base += 32) {
-        const Source mine = find(p, batch, tables, weights, wide_sites, each, base + lane, share.first, share.end);
-        u32 odd = __ballot_sync(~0u, mine.rank != 0 && mine.whole < mine.end);
-        u32 sources = __ballot_sync(~0u, mine.rank != 0 && mine.whole > mine.first);
-        if (sources) {
-            // The run that is asked for: tiles left, chunk of the next stage, this lane's part of that, where it goes.
-            u32 ask_sources = sources, ask_left = 0, ask_chunk = 0, ask_rank = 0, ask_b_to = b_to, ask_y_to = y_to;
-            u64 b_from = 0, b_jump = 0, y_from[2] = {0, 0};
-            bool y_live[2] = {false, false};
-            auto begin = [&]() {
-                const u32 from = __ffs(ask_sources) - 1;
-                ask_sources &= ask_sources - 1;
-                const u32 first = from_lane(mine.first, from);
-                const SiteParams& site = p.site[from_lane(mine.site, from)];
-                ask_left = from_lane(mine.whole, from) - first;
-                ask_rank = from_lane(mine.rank, from);
-                b_from = from_lane(mine.b, from) + (first * OUTPUTS + lane / 2) * (2 * (u64)p.b_stride) + lane % 2 * 16;
-                b_jump = 4 * sixteen - div_ceil(ask_rank, RANKS) * (2 * RANKS);
-                const u32* pack = batch + from_lane(mine.pack, from);
-                const u16* y = y_of_site(site) + first * OUTPUTS + lane % 8 * 8;
-                const u32 rows = pack[1];
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
-                    const u32 i = lane / 8 + 4 * h, row = pack[2 + i] - p.row_first;
-                    y_live[h] = i < rows && row < p.rows;
-                    y_from[h] = (u64)(y + (u64)row * site.y_stride);
-                }
-            };
-            // The next stage's B.
-            auto ask_b = [&]() {
-                const u32 ranks = ask_rank - ask_chunk * RANKS;
-                if (ranks >= RANKS) {
-#pragma unroll
-                    for (u32 i = 0; i < 4; i++) copy16(ask_b_to + i * 512, b_from + i * sixteen, 16);
-                } else {
-#pragma unroll 1
-                    for (u32 i = 0; i < 4; i++)
-                        copy16(ask_b_to + i * 512, b_from + i * sixteen, clamp16(2 * saturating(ranks, lane % 2 * 8)));
-                }
-                ask_b_to = after<SLOTS, SLOT_BYTES>(ask_b_to, b_to);
-                b_from += 2 * RANKS;
-                ask_chunk++;
-                if (ranks > RANKS) return;
-                b_from += b_jump;
-                ask_chunk = 0;
-                ask_left--;
-            };
-            // The next tile's y.
-            auto ask_y = [&]() {
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
-                    copy16_if(ask_y_to + h * 4 * Y_LINE, y_from[h], y_live[h]);
-                    y_from[h] += OUTPUTS * 2;
-                }
-                ask_y_to = after<SLOTS, SLOT_BYTES>(ask_y_to, y_to);
-            };
-            auto ask = [&]() {
-                if (ask_left == 0) {
-                    if (ask_sources == 0) return;
-                    begin();
-                }
-                if (ask_chunk == 0) ask_y();
-                ask_b();
-            };
-
-            // The run that is worked on.
-            u32 left = 0, rank = 0, at_site = 0, at_b = b_row, at_y = y_word, at_store = y_to;
-            float site_scale = 0.0f, own_scale = 0.0f;
-            const float* z_row = nullptr;   // this lane's ranks of row g, with own_scale; null for no such row
-            const float* gains = nullptr;   // of the eight outputs with the lane's first words; null: there are none
-            u64 to[2] = {0, 0};             // its eighth of rows l / 8 and l / 8 + 4
-            bool live[2] = {false, false}, more = false;
-            auto enter = [&]() {
-                const u32 from = __ffs(sources) - 1;
-                sources &= sources - 1;
-                const u32 at = from_lane(mine.site, from), first = from_lane(mine.first, from);
-                const SiteParams& site = p.site[at];
-                const u32* pack = batch + from_lane(mine.pack, from);
-                at_site = at;
-                site_scale = from_lane(mine.scale, from);
-                rank = from_lane(mine.rank, from);
-                left = from_lane(mine.whole, from) - first;
-                const u16* y = y_of_site(site) + first * OUTPUTS + lane % 8 * 8;
-                const u32 rows = pack[1], own = pack[2 + g] - p.row_first;
-                const bool there = g < rows && own < p.rows;
-                more = rows > 4;
-                z_row = there ? z + (own * strides.row + at * strides.site + q * 4) : nullptr;
-                own_scale = there ? row_scale(p, batch, own) : 0.0f;
-                gains = reinterpret_cast<const float*>(from_lane(mine.gains, from));
-                if (gains) gains += first * OUTPUTS + q * 8;
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
-                    const u32 i = lane / 8 + 4 * h, row = pack[2 + i] - p.row_first;
-                    live[h] = i < rows && row < p.rows;
-                    to[h] = (u64)(y + (u64)row * site.y_stride);
-                }
-            };
-            // The weights are no one's to write: only y and z wait for the launch before.
-            begin();
-            u32 asked = 0, y_asked = 0;
-#pragma unroll 1
-            for (; asked < SLOTS && ask_left; asked++) {
-                y_asked += ask_chunk == 0;
-                ask_b();
-            }
-            enter();
-            if (!waited) wait_for_last();
-            waited = true;
-#pragma unroll 1
-            for (; y_asked; y_asked--) ask_y();
-#pragma unroll 1
-            for (; asked < SLOTS; asked++) ask();
-            commit();
-            // A stage is in the commit that is SLOTS - 1 before the last one when it is waited for.
-#pragma unroll
-            for (u32 i = 1; i < SLOTS; i++) commit();
-
-            bool fresh = true;
-            u32 chunk = 0, keep = kept;
-            float sum[8][4] = {};
-#pragma unroll 1
-            for (;;) {
-                // Each lane reads back only what it has kept itself.
-                const u32 keep_low = keep + 512 - lane * 8;
-                if (fresh || rank > KEPT * RANKS) {
-                    float4 f = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (z_row) f = sum_of_parts(p, z_row, chunk, rank);
-                    const Chunk c = split(f);
-                    keep16(keep, c.first);
-                    keep8(keep_low, make_uint2(c.second.y, c.second.w));
-                    __syncwarp();
-                }
-                const Chunk c = join(shared16(keep), shared8(keep_low));
-                arrived<SLOTS - 1>();
-#pragma unroll
-                for (u32 j = 0; j < 8; j += 2) {
-                    const uint4 b = matrices(at_b + j / 4 * (32 * B_LINE) + (j % 4 ? b_next : 0));
-                    multiply(sum[j], b.x, b.y, c);
-                    multiply(sum[j + 1], b.z, b.w, c);
-                }
-                at_b = after<SLOTS, SLOT_BYTES>(at_b, b_row);
-                chunk++;
-                keep = chunk % KEPT ? keep + KEPT_BYTES : kept;
-                if (chunk * RANKS < rank) {
-                    __syncwarp();
-                    ask();
-                    commit();
-                    continue;
-                }
-                // sum[j]: a word of eight adjacent outputs of row g.
-                u32 words[8];
-#pragma unroll
-                for (u32 j = 0; j < 8; j++) words[j] = shared4(at_y + j / 4 * 64 + word_of(j) * 4);
-                const SiteParams& site = p.site[at_site];
-                if (gains) {
-#pragma unroll
-                    for (u32 j = 0; j < 8; j++) {
-                        const float* from = gains + j / 4 * 32 + word_of(j) * 2;
-                        words[j] = expand2(site, words[j], site_scale, own_scale, sum[j], from);
-                    }
-                    gains += OUTPUTS;
-                } else {
-#pragma unroll
-                    for (u32 j = 0; j < 8; j++)
-                        words[j] = expand2(site, words[j], site_scale, own_scale, sum[j], nullptr);
-                }
-#pragma unroll
-                for (u32 j = 0; j < 8; j++) keep4(at_y + j / 4 * 64 + word_of(j) * 4, words[j]);
-                __syncwarp();
-                store16_if(to[0], shared16(at_store), live[0]);
-                if (more) store16_if(to[1], shared16(at_store + 4 * Y_LINE), live[1]);
-                to[0] += OUTPUTS * 2;
-                to[1] += OUTPUTS * 2;
-                at_store = after<SLOTS, SLOT_BYTES>(at_store, y_to);
-                at_y = after<SLOTS, SLOT_BYTES>(at_y, y_word);
-#pragma unroll
-                for (u32 j = 0; j < 8; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
-                chunk = 0;
-                keep = kept;
-                fresh = false;
-                __syncwarp();
-                ask();
-                commit();
-                if (--left) continue;
-                if (sources == 0) break;
-                enter();
-                fresh = true;
-            }
-        }
-        if (odd && !waited) wait_for_last();
-        waited = waited || odd;
-#pragma unroll 1
-        for (; odd; odd &= odd - 1) {
-            const u32 from = __ffs(odd) - 1, at = from_lane(mine.site, from), rank = from_lane(mine.rank, from);
-            const u16* b = reinterpret_cast<const u16*>(from_lane(mine.b, from));
-            const u32* pack = batch + from_lane(mine.pack, from);
-            const float* gains = reinterpret_cast<const float*>(from_lane(mine.gains, from));
-            const float scale = from_lane(mine.scale, from);
-            const u32 end = from_lane(mine.end, from);
-#pragma unroll 1
-            for (u32 tile = from_lane(mine.whole, from); tile < end; tile++)
-                odd_tile(p, batch, b, gains, z, y_of_site(p.site[at]), at, pack, rank, scale, tile * OUTPUTS);
-        }
+    if (share.first < share.end) {
+        const u32 ring = shared_address(memory) + warp * (RING_BYTES + div_ceil(p.max_rank, RANKS) * KEPT);
+        const u32 z_kept = ring + RING_BYTES + lane * 16;
+        if (runs<true>(p, batch, tables, weights, z, y0, y1, y2, y3, share, each, ring, z_kept, waited))
+            runs<false>(p, batch, tables, weights, z, y0, y1, y2, y3, share, each, ring, z_kept, waited);
     }
-    if (!waited && blockIdx.x == 0) wait_for_last();
+    // One thread that waits is enough for the end of this launch to be the end of all before it.
+    if (!waited && warp == 0 && blockIdx.x == 0) wait_for_last();
 }

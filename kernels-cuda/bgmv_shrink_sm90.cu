@@ -1,228 +1,171 @@
-// z[part][row][site][r] = sum over the part's k of A[slot(row)][r][k] * x[row][k], for r < rank: decode in bf16 for
-// sm_90.
+// z[part][row][site][r] = sum over the part's k of A[slot(row)][r][k] * x[row][k], for r < rank: decode in bf16 for sm_90.
 //
-//   part     some stages of columns, each STAGE_COLUMNS
-//   run      neighbouring parts of one pack of rows, one site and RANKS ranks
-//   warp     a run after the other, whose weights and x it asks for SLOTS stages ahead
+//   item   a pack of rows, a part of the columns, a site and RANKS ranks; one after the other in a block
+//   step   STEP columns of an item, STRIPS strips of STRIP for each warp; its weights are asked for two steps ahead
 //
-// A is the 16-row side of the product, x the 8-column side. Order of a sum: chunks of COLUMNS columns in four sums by
-// turns, the first two and the last two of these added first.
-#include "decode.cuh"
+// A is the 16-row side of the product, x the 8-column side. Order of a sum: a warp's strips in order, even and odd halves of
+// strips apart, over the steps of a part; then warps in order. Parts are the expand's to add.
+#include "packs.cuh"
 
-// Most warps of a block.
-constexpr u32 WARPS = 4;
-constexpr u32 SLOTS = 2;
-constexpr u32 COLUMNS = 32;
-constexpr u32 CHUNKS = STAGE_COLUMNS / COLUMNS;
-constexpr u32 STAGE_LINE = STAGE_COLUMNS * 2;
-// A rank's or a row's columns in shared memory: 16 bytes more, so that what is read at once lies in different banks.
-constexpr u32 LINE = STAGE_LINE + 16;
-constexpr u32 SLOT_BYTES = (RANKS + PACK_ROWS) * LINE;
-// A copy instruction takes 128 bytes of each of 4 lines.
-constexpr u32 PIECES = STAGE_LINE / 128;
+// Floats from a row of a warp's sums to the next: so that neither side has bank conflicts.
+constexpr u32 PITCH = RANKS + 4;
 
-// What the runs of a pack, a site and RANKS ranks have in common, in the lane that looked it up.
-struct Source {
-    u64 a;       // first rank, column 0
-    u32 ranks;   // 0: nothing to do
+// A step, as a lane of each warp has looked it up. In shared memory, LIST at a time.
+struct Step {
+    u64 a;       // first rank and column
     u32 pack;
-    u32 z;       // of the first rank in part 0 of row 0
+    u32 k;       // first column
+    u32 z;       // where the item's sums go, from a row's first on
+    u32 ranks;   // of the item that there are
+    u32 whole;   // whether all its ranks and columns are there
+    u32 last;    // whether it is the item's last
 };
+constexpr u32 LIST = 32;
 
-DEVICE Source find(const Params& p, const u32* batch, const u32* tables, const unsigned char* weights, u32 index,
-                   bool valid) {
-    Source source = {0, 0, 0, 0};
-    if (!valid) return source;
-    const u32 chunks = div_ceil(p.max_rank, RANKS);
-    const u32 rank_first = index % chunks * RANKS;
-    index /= chunks;
-    const u32 site = index % p.sites;
-    source.pack = p.packs_at + PACK_WORDS * (index / p.sites);
-    const Pair pair = pair_of(p, p.site[site], tables, (int)batch[source.pack]);
-    if (rank_first >= pair.rank) return source;
-    source.ranks = pair.rank - rank_first < RANKS ? pair.rank - rank_first : RANKS;
-    source.z = z_strides(p).site * site + rank_first;
-    source.a = (u64)weights + pair.offset + 2 * (u64)rank_first * p.a_stride;
-    return source;
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(BLOCK, 2)
     lorapool_bgmv_shrink_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
                                    const unsigned char* __restrict__ weights, const u16* x, float* z,
                                    const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ float memory[2][WARPS][PACK_ROWS * PITCH];
+    __shared__ Step lists[WARPS][LIST];
     launch_next();
-    const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const u32 slots = shared_address(memory) + threadIdx.x / 32 * (SLOTS * SLOT_BYTES);
-    const u32 to_lane = slots + lane / 8 * LINE + lane % 8 * 16;
-    // Rows of the matrices that this lane names: of A, and of x.
-    const u32 a_row = slots + (lane / 8 % 2 * 8 + lane % 8) * LINE + lane / 16 * 16;
-    const u32 x_row = slots + (RANKS + lane % 8) * LINE + lane / 8 * 16;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+    const u32 chunks = div_ceil(p.max_rank, RANKS), parts = parts_of(p.in_features), steps = part_steps_of(p.in_features);
+    const u32 each = parts * p.sites * chunks;
+    const Share share = share_of(live_packs(p, batch) * each, blockIdx.x, gridDim.x);
     const ZStrides strides = z_strides(p);
-    const u32 parts = parts_of(p.in_features), part_stages = part_stages_of(p.in_features);
-    const u32 stages = stages_of(p.in_features);
     const bool x_wide = is_wide(x, p.x_stride);
-    const u32 each = p.sites * div_ceil(p.max_rank, RANKS) * parts;
-    Share share = {0, 0};
-    // Unless this warp has nothing to do in any batch.
-    if (threadIdx.x / 32 * gridDim.x + blockIdx.x < p.tiles * each) share = share_of(live_packs(p, batch) * each);
-    bool waited = false;
+    const u32 column = warp * (STRIPS * STRIP) + q * 8;
+    Step* const list = lists[warp];
 
-    for (u32 at = share.first; at < share.end;) {
-        const u32 source_first = at / parts;
-        const u32 own = source_first + lane;
-        const Source mine = find(p, batch, tables, weights, own, own * parts < share.end);
-        u32 sources = __ballot_sync(~0u, mine.ranks != 0);
-        const u32 batch_end = (source_first + 32) * parts < share.end ? (source_first + 32) * parts : share.end;
-
-        // The run that is asked for: its next stage and its end, this lane's part of lines 0 to 3 of A, and rows.
-        u32 ask_sources = sources, ask_stage = 0, ask_end = 0, ask_slot = 0, ask_ranks = 0;
-        u64 a_from = 0;
-        u64 x_from[2] = {0, 0};   // 0: no such row
-        auto begin = [&]() {
-            const u32 from = __ffs(ask_sources) - 1;
-            ask_sources &= ask_sources - 1;
-            const u32 zero = (source_first + from) * parts;
-            ask_stage = at > zero ? (at - zero) * part_stages : 0;
-            ask_end = batch_end - zero < parts ? (batch_end - zero) * part_stages : stages;
-            ask_ranks = from_lane(mine.ranks, from);
-            a_from = from_lane(mine.a, from) + ask_stage * STAGE_LINE;
-            a_from += lane / 8 * (2 * (u64)p.a_stride) + lane % 8 * 16;
-            const u32* pack = batch + from_lane(mine.pack, from);
-            const u32 rows = pack[1];
+    // Puts the steps that have something to do, of LIST from `rest` on, in the list; how many.
+    auto fill = [&](u32 rest) {
+        const u32 index = rest + lane, item = index / steps;
+        Step s;
+        s.ranks = 0;
+        if (item < share.end) {
+            s.pack = item / each;
+            const u32 own = item % each, chunk = own % chunks, site = own / chunks % p.sites;
+            const u32 part = own / (chunks * p.sites), step = index % steps;
+            s.k = (part * steps + step) * STEP;
+            const Pair pair = pair_of(p, p.site[site], tables, slot_of(p, batch, s.pack));
+            if (s.k < p.in_features) s.ranks = saturating(pair.rank, chunk * RANKS);
+            s.a = (u64)weights + pair.offset + 2 * (chunk * RANKS * (u64)p.a_stride + s.k);
+            s.z = (u32)(part * strides.part) + site * strides.site + chunk * RANKS;
+            s.whole = s.ranks >= RANKS && s.k + STEP <= p.in_features;
+            s.last = step + 1 == steps || s.k + STEP >= p.in_features;
+        }
+        const u32 live = __ballot_sync(~0u, s.ranks != 0);
+        __syncwarp();
+        if (s.ranks) list[__popc(live & ((1u << lane) - 1))] = s;
+        __syncwarp();
+        return __popc(live);
+    };
+    const u64 own_a = 2 * (g * (u64)p.a_stride + column), eight = 16 * (u64)p.a_stride;
+    auto load_a = [&](const Step& s, uint4 (&w)[STRIPS][2]) {
+        const u64 from = s.a + own_a;
+        if (s.whole) {
+#pragma unroll
+            for (u32 i = 0; i < STRIPS; i++) {
+                w[i][0] = weights16(from + i * STRIP * 2);
+                w[i][1] = weights16(from + i * STRIP * 2 + eight);
+            }
+            return;
+        }
+#pragma unroll
+        for (u32 i = 0; i < STRIPS; i++)
 #pragma unroll
             for (u32 h = 0; h < 2; h++) {
-                const u32 i = lane / 8 + 4 * h, row = pack[2 + i] - p.row_first;
-                const bool live = i < rows && row < p.rows;
-                x_from[h] = live ? (u64)(x + ((u64)row * p.x_stride + ask_stage * STAGE_COLUMNS + lane % 8 * 8)) : 0;
+                const u32 left = saturating(p.in_features, s.k + column + i * STRIP);
+                w[i][h] = make_uint4(0, 0, 0, 0);
+                if (g + h * 8 >= s.ranks || left == 0) continue;
+                const u64 here = from + i * STRIP * 2 + h * eight;
+                w[i][h] = some8(reinterpret_cast<const u16*>(here), left);
             }
-        };
-        // Bytes of the lane's piece `i` of a stage.
-        auto bytes_of = [&](u32 stage, u32 i) {
-            return clamp16(saturating(2 * p.in_features, stage * STAGE_LINE + i * 128 + lane % 8 * 16));
-        };
-        auto ask_a = [&](u32 stage, u32 slot) {
-            const u32 to = to_lane + slot * SLOT_BYTES;
-            const u64 four = 8 * (u64)p.a_stride;
-            const bool whole = (stage + 1) * STAGE_COLUMNS <= p.in_features && ask_ranks == RANKS;
-            u64 from = a_from;
-            if (whole) {
+    };
+    // This lane's row of x, and this thread's of z at rank `threadIdx.x % RANKS`; null: there is none.
+    const u16* x_from = nullptr;
+    float* z_to = nullptr;
+    auto find_rows = [&](u32 pack) {
+        u32 row = row_of(p, batch, pack, g);
+        if (row != NO_ROW) row = x_row(p, batch, row);
+        x_from = row == NO_ROW ? nullptr : x + ((u64)row * p.x_stride + column);
+        const u32 own = row_of(p, batch, pack, threadIdx.x / RANKS % PACK_ROWS);
+        z_to = threadIdx.x >= RANKS * PACK_ROWS || own == NO_ROW ? nullptr : z + (own * strides.row + threadIdx.x % RANKS);
+    };
+    uint4 v[STRIPS];
+    auto load_x = [&](u32 k) {
+        if (x_wide && k + STEP <= p.in_features) {
 #pragma unroll
-                for (u32 r = 0; r < RANKS / 4; r++, from += four)
+            for (u32 i = 0; i < STRIPS; i++) v[i] = x_from ? shared_cache(x_from + k + i * STRIP) : make_uint4(0, 0, 0, 0);
+            return;
+        }
 #pragma unroll
-                    for (u32 i = 0; i < PIECES; i++) copy16(to + r * 4 * LINE + i * 128, from + i * 128, 16);
-            } else {
-#pragma unroll 1
-                for (u32 r = lane / 8; r < ask_ranks; r += 4, from += four)
-#pragma unroll 1
-                    for (u32 i = 0; i < PIECES; i++) {
-                        const u32 bytes = bytes_of(stage, i), line = to + (r - lane / 8) * LINE + i * 128;
-                        if (bytes) copy16(line, from + i * 128, bytes);
-                        else keep16(line, make_uint4(0, 0, 0, 0));
-                    }
-            }
-            a_from += STAGE_LINE;
-        };
-        auto ask_x = [&](u32 stage, u32 slot) {
-            const u32 to = to_lane + slot * SLOT_BYTES + RANKS * LINE;
-            if ((stage + 1) * STAGE_COLUMNS <= p.in_features && x_wide) {
+        for (u32 i = 0; i < STRIPS; i++) {
+            const u32 left = saturating(p.in_features, k + column + i * STRIP);
+            v[i] = some8(x_from + k + i * STRIP, x_from ? left : 0);
+        }
+    };
+    u32 buffer = 0;
+    float sum[4] = {}, odd[4] = {};
+    auto multiply = [&](const uint4 (&w)[STRIPS][2]) {
 #pragma unroll
-                for (u32 h = 0; h < 2; h++)
-                    if (x_from[h])
+        for (u32 i = 0; i < STRIPS; i++) {
+            mma(sum, w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y, v[i].x, v[i].y);
+            mma(odd, w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w, v[i].z, v[i].w);
+        }
+    };
+    // Adds up what the warps have of an item.
+    auto finish = [&](float* to, u32 ranks) {
+        // Ranks g and g + 8 of rows 2q and 2q + 1.
+        float* mine = memory[buffer][warp] + 2 * q * PITCH + g;
 #pragma unroll
-                        for (u32 i = 0; i < PIECES; i++)
-                            copy16(to + h * 4 * LINE + i * 128, x_from[h] + i * 128, 16);
-            } else {
-#pragma unroll 1
-                for (u32 i = 0; i < 2 * PIECES; i++) {
-                    const u64 from = i < PIECES ? x_from[0] : x_from[1];
-                    const u32 piece = i % PIECES;
-                    if (from)
-                        keep16(to + i / PIECES * 4 * LINE + piece * 128,
-                               some8(reinterpret_cast<const u16*>(from + piece * 128), bytes_of(stage, piece) / 2));
-                }
-            }
+        for (u32 i = 0; i < 4; i++) mine[i % 2 * PITCH + i / 2 * 8] = __fadd_rn(sum[i], odd[i]);
+        __syncthreads();
+        if (to) {
+            const float* from = memory[buffer][0] + threadIdx.x / RANKS * PITCH + threadIdx.x % RANKS;
+            float total = from[0];
 #pragma unroll
-            for (u32 h = 0; h < 2; h++) x_from[h] += x_from[h] ? STAGE_LINE : 0;
-        };
+            for (u32 w = 1; w < WARPS; w++) total = __fadd_rn(total, from[w * PACK_ROWS * PITCH]);
+            // A rank past the last one is none: 0 times infinity must not become part of a sum.
+            *to = threadIdx.x % RANKS < ranks ? total : 0.0f;
+        }
+        buffer ^= 1;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) sum[i] = odd[i] = 0.0f;
+    };
 
-        // The weights are no one's to write: only x and z wait for the launch before.
-        u32 asked = 0;
-        if (ask_sources) begin();
-        const u32 first_stage = ask_stage;
+    bool waited = false;
 #pragma unroll 1
-        for (; asked < SLOTS && ask_stage < ask_end; asked++) ask_a(ask_stage++, asked);
+    for (u32 rest = share.first * steps; rest < share.end * steps; rest += LIST) {
+        const u32 count = fill(rest);
+        if (count == 0) continue;
+        uint4 even[STRIPS][2], odds[STRIPS][2];
+        load_a(list[0], even);
+        if (count > 1) load_a(list[1], odds);
+        find_rows(list[0].pack);
         if (!waited) wait_for_last();
         waited = true;
-#pragma unroll 1
-        for (u32 i = 0; i < asked; i++) ask_x(first_stage + i, i);
-        ask_slot = asked % SLOTS;
-        auto ask = [&]() {
-            if (ask_stage == ask_end && ask_sources) begin();
-            if (ask_stage < ask_end) {
-                ask_a(ask_stage, ask_slot);
-                ask_x(ask_stage, ask_slot);
-                ask_stage++;
-                ask_slot = after<SLOTS>(ask_slot);
+        load_x(list[0].k);
+        u32 at = 0;
+        // One step, from weights that are then asked for anew; false: it was the last one.
+        auto turn = [&](uint4 (&w)[STRIPS][2]) {
+            multiply(w);
+            const Step& now = list[at];
+            float* const to = z_to ? z_to + now.z : nullptr;
+            if (at + 1 < count) {
+                const Step& next = list[at + 1];
+                const bool other = next.pack != now.pack;
+                if (other) find_rows(next.pack);
+                if (other || next.k != now.k) load_x(next.k);
             }
+            if (now.last) finish(to, now.ranks);
+            if (at + 2 < count) load_a(list[at + 2], w);
+            return ++at < count;
         };
-#pragma unroll 1
-        for (; asked < SLOTS; asked++) ask();
-        commit();
-        // A stage is in the commit that is SLOTS - 1 before the last one when it is waited for.
-#pragma unroll
-        for (u32 i = 1; i < SLOTS; i++) commit();
-
-        u32 slot = 0;
-        for (; sources; sources &= sources - 1) {
-            const u32 from = __ffs(sources) - 1, zero = (source_first + from) * parts;
-            u32 part = at > zero ? at - zero : 0;
-            const u32 part_end = batch_end - zero < parts ? batch_end - zero : parts;
-            const u32 ranks = from_lane(mine.ranks, from);
-            const u32* pack = batch + from_lane(mine.pack, from);
-            float* const first = z + (part * strides.part + from_lane(mine.z, from) + place_of(g));
-            // Where ranks g and g+8 of rows 2q and 2q+1 go; null for no such row.
-            float* to[2];
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) {
-                const u32 row = pack[2 + 2 * q + h] - p.row_first;
-                const bool live = 2 * q + h < pack[1] && row < p.rows;
-                to[h] = live ? first + row * strides.row : nullptr;
-            }
-#pragma unroll 1
-            for (; part < part_end; part++) {
-                float sum[4][4] = {};
-                const u32 left = stages - part * part_stages;
-#pragma unroll 1
-                for (u32 s = left < part_stages ? left : part_stages; s; s--) {
-                    arrived<SLOTS - 1>();
-                    const u32 a = a_row + slot * SLOT_BYTES, v = x_row + slot * SLOT_BYTES;
-#pragma unroll
-                    for (u32 c = 0; c < CHUNKS; c++) {
-                        const uint4 low = matrices(a + c * COLUMNS * 2), high = matrices(a + c * COLUMNS * 2 + 32);
-                        const uint4 columns = matrices(v + c * COLUMNS * 2);
-                        mma(sum[c % 4], low.x, low.y, low.z, low.w, columns.x, columns.y);
-                        mma(sum[c % 4], high.x, high.y, high.z, high.w, columns.z, columns.w);
-                    }
-                    slot = after<SLOTS>(slot);
-                    __syncwarp();
-                    ask();
-                    commit();
-                }
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
-                    if (!to[h]) continue;
-#pragma unroll
-                    for (u32 i = 0; i < 2; i++) {
-                        const u32 e = 2 * i + h;
-                        const float total = __fadd_rn(__fadd_rn(sum[0][e], sum[1][e]), __fadd_rn(sum[2][e], sum[3][e]));
-                        if (g + 8 * i < ranks) to[h][2 * i] = total;
-                    }
-                    to[h] += strides.part;
-                }
-            }
+        while (turn(even) && turn(odds)) {
         }
-        at = batch_end;
     }
+    // One thread that waits is enough for the end of this launch to be the end of all before it.
     if (!waited && blockIdx.x == 0) wait_for_last();
 }

@@ -64,7 +64,7 @@ pub const RANK_MASK: u32 = 0xffff;
 /// Where they don't fit a site's span, its rows are skipped.
 pub const RANK_VECTORS: u32 = 1 << 16;
 /// BGMV: most parts that a shrink leaves a sum over columns in ([`Params::z_parts`]).
-pub const Z_PARTS: u32 = 16;
+pub const Z_PARTS: u32 = 8;
 /// BGMV: ranks that a site has room for in z are multiples of this, where sums may be left in parts.
 pub const Z_RANKS: u32 = 16;
 /// Largest number of token rows that an overlay may be set up for: what a rank word holds below [`RANK_VECTORS`].

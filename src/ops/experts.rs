@@ -10,7 +10,7 @@ use super::join::join;
 use super::{Applier, Matrix, Op, Output};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{
-    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec, Tile,
+    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec, Tile, z_bytes,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -64,6 +64,9 @@ pub struct ExpertApplier {
     rows: Pipeline,
     batch: Region,
     z: Region,
+    /// Bytes of `z` that whole sums may take; the rest is for sums in parts.
+    scratch: u64,
+    z_parts: u32,
     capacity: u32,
     bindings: Bindings,
 }
@@ -124,6 +127,9 @@ impl ExpertApplier {
         if scratch < row {
             return Err(Error::Limit { what: "scratch for one row in bytes", found: row, limit: scratch, hint: "" });
         }
+        // As many rows in parts as whole, but no more scratch for them than whole ones may have.
+        let in_parts = |rows| z_bytes(rows, MAX_SITES as u64, pool.spec().max_rank, caps.z_parts);
+        let parts = in_parts(scratch / row).min(SCRATCH.max(in_parts(1))).min(caps.max_alloc) / 16 * 16;
         let most = u32::MAX / 8;
         if rows > most {
             let (found, limit) = (rows.into(), most.into());
@@ -137,7 +143,9 @@ impl ExpertApplier {
             expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
             rows: load(Kernel::ExpertRows)?,
             batch: backend.alloc((Places::of(rows).words * 4).max(16), "batch of experts")?,
-            z: backend.alloc(scratch, "rank-space scratch of experts")?,
+            z: backend.alloc(scratch.max(parts), "rank-space scratch of experts")?,
+            scratch,
+            z_parts: caps.z_parts,
             capacity: rows,
             bindings: Bindings::of(caps),
         })
@@ -287,7 +295,11 @@ impl ExpertApplier {
     fn rows_at_once(&self, pool: &ExpertPool, op: Op, rows: u32, group: &Group<'_>) -> Result<u32> {
         let own_x = (group.tokens == 0).then_some((group.x, group.in_features));
         let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(own_x);
-        let scratch = self.z.len() / (group.sites.len() as u64 * u64::from(pool.spec().max_rank) * 4);
+        let (sites, max_rank) = (group.sites.len() as u64, pool.spec().max_rank);
+        let mut scratch = self.scratch / (sites * u64::from(max_rank) * 4);
+        if op == Op::Bgmv && self.z_parts > 0 {
+            scratch = scratch.min(self.z.len() / z_bytes(1, sites, max_rank, self.z_parts));
+        }
         let fit = self.bindings.rows(matrices, self.spec.act, scratch.min(rows.into()))? as u32;
         match op {
             Op::Sgmv if fit < rows && fit >= SGMV_TILE_ROWS => Ok(fit / SGMV_TILE_ROWS * SGMV_TILE_ROWS),
@@ -322,6 +334,7 @@ impl ExpertApplier {
             tiles: if op == Op::Sgmv { first + rows - tile } else { 0 },
             x_rows_at: if group.tokens == 0 { 0 } else { places.x_rows_at },
             x_rows: group.tokens,
+            z_parts: if op == Op::Bgmv { self.z_parts } else { 0 },
             ..Params::default()
         };
         let batch = self.batch.slice(0, places.words * 4)?;

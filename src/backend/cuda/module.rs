@@ -27,11 +27,11 @@ pub(super) struct Function {
 }
 
 impl Function {
-    /// The kernel for a launch: the faster one, but for a routed layer's rows, which have no packs or read rows of x that
-    /// aren't their own, and for decode where z has no room for sums in parts.
+    /// The kernel for a launch: the faster one, but for decode where z has no room for sums in parts, and for prefill that reads
+    /// rows of x that aren't its own.
     pub(super) fn serves(&self, kernel: Kernel, params: &Params) -> (Variant, Handle<CUfunc_st>) {
         let decode = matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand);
-        let usual = params.x_rows_at == 0 && (!decode || (params.packs_at != 0 && params.z_parts >= Z_PARTS));
+        let usual = if decode { params.z_parts >= Z_PARTS } else { params.x_rows_at == 0 };
         match self.sm90 {
             Some(function) if usual => (Variant::Sm90, function),
             _ => (Variant::Plain, self.plain),
@@ -152,16 +152,14 @@ fn find(
     if (threads as u32) < needed {
         return Err(missing(format!("{entry} runs with at most {threads} threads a block, {needed} are needed")));
     }
-    if shared > 0 {
-        // All of a multiprocessor's memory to blocks, always: a change between two launches would keep the second from
-        // starting beside the first.
-        for (attribute, value) in [
-            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32),
-            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
-        ] {
-            // SAFETY: a function of a loaded module.
-            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(function, attribute, value) })?;
-        }
+    let room =
+        (shared > 0).then_some((CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32));
+    let carveout = variant.carveout(kernel);
+    let carveout =
+        carveout.map(|part| (CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, part));
+    for (attribute, value) in room.into_iter().chain(carveout) {
+        // SAFETY: a function of a loaded module.
+        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(function, attribute, value) })?;
     }
     Ok(Handle(function))
 }
@@ -176,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_routed_layer_s_rows_are_served_by_the_plain_kernels_and_all_others_by_the_fast_ones() {
+    fn decode_without_room_for_parts_and_prefill_of_named_rows_are_served_by_the_plain_kernels() {
         let [plain, fast] = [1, 2].map(|at| Handle(ptr::without_provenance_mut(at)));
         let function = Function { backend: 0, plain, sm90: Some(fast) };
         let packed = Params { packs_at: 40, z_parts: Z_PARTS, ..Params::default() };
@@ -185,7 +183,7 @@ mod tests {
             (Kernel::BgmvExpand, packed, Variant::Sm90),
             (Kernel::BgmvExpand, Params::default(), Variant::Plain),
             (Kernel::BgmvShrink, Params { z_parts: 0, ..packed }, Variant::Plain),
-            (Kernel::BgmvShrink, Params { x_rows_at: 8, ..packed }, Variant::Plain),
+            (Kernel::BgmvShrink, Params { x_rows_at: 8, packs_at: 0, ..packed }, Variant::Sm90),
             (Kernel::SgmvShrink, Params::default(), Variant::Sm90),
             (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Plain),
         ] {

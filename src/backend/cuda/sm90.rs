@@ -18,20 +18,23 @@ const OUTPUTS: u32 = 128;
 /// Tiles that a block of a prefill kernel takes.
 const TILES: u32 = 4;
 
-/// Warps of a block of the decode kernels, which work each by itself.
-const SHRINK_WARPS: u32 = 4;
-const EXPAND_WARPS: u32 = 8;
-/// Columns that a stage of the decode shrink holds, and the fewest stages of a part.
-const STAGE_COLUMNS: u32 = 256;
-const PART_STAGES: u32 = 2;
-/// Outputs of a tile of the decode expand.
-const TILE_OUTPUTS: u32 = 64;
-/// Bytes of shared memory of a warp's ring: 2 stages of 16 ranks and 8 rows, 4 of 64 outputs and 8 rows of y.
-const SHRINK_RING: u32 = 2 * (RANKS + 8) * (STAGE_COLUMNS * 2 + 16);
-const EXPAND_RING: u32 = 4 * (TILE_OUTPUTS * RANKS * 2 + 8 * (TILE_OUTPUTS * 2 + 16));
-/// Bytes of a chunk of z that a warp keeps, and most chunks.
-const KEPT: u32 = 32 * 24;
-const KEPT_CHUNKS: u32 = 4;
+/// Warps of a block of the decode kernels.
+const WARPS: u32 = 8;
+/// Columns that a block of the decode shrink takes at a time.
+const STEP_COLUMNS: u32 = 1024;
+/// Items of a block of the decode shrink from which on two blocks share a multiprocessor. Fewer end sooner in one, with room
+/// for the next launch beside it.
+const BUSY: u64 = 8;
+/// Outputs of a tile of the decode expand, and tiles for which it starts a block.
+const TILE_OUTPUTS: u32 = 32;
+const BLOCK_TILES: u64 = 4;
+/// Bytes of shared memory of a warp's ring in the decode expand: 6 units of 32 outputs by 16 ranks, and 8 rows of y for each.
+const RING: u32 = 6 * (TILE_OUTPUTS * RANKS * 2 + 8 * TILE_OUTPUTS * 2);
+/// Bytes of 16 ranks of z that a warp keeps there.
+const KEPT: u32 = 32 * 32;
+/// Percentage of a multiprocessor's memory that the decode kernels have shared. One for both: a change between two launches would
+/// keep the second from starting beside the first. The rest is first-level cache, through which the shrink's weights come.
+const CARVEOUT: i32 = 44;
 
 /// A launch's blocks, threads of each, bytes of shared memory, and parameters.
 pub(super) struct Shape {
@@ -49,22 +52,28 @@ pub(super) struct Room {
     pub(super) shared: u32,
 }
 
-/// Threads of a block, and bytes of shared memory that it asks for. Where there is room, a shrink's and an expand's are
-/// together less than a multiprocessor has, so that one fetches weights while the other ends.
+/// Threads of a block, and bytes of shared memory that it asks for.
 pub(super) fn block(kernel: Kernel, max_rank: u32, room: Room) -> (u32, u32) {
-    let (warps, each) = match kernel {
-        Kernel::BgmvShrink => (SHRINK_WARPS, SHRINK_RING),
-        Kernel::BgmvExpand => (EXPAND_WARPS, EXPAND_RING + max_rank.div_ceil(RANKS).min(KEPT_CHUNKS) * KEPT),
-        _ => return (THREADS, 0),
-    };
-    let warps = warps.min(room.shared / each);
-    (warps * 32, warps * each)
+    match kernel {
+        Kernel::BgmvShrink => (WARPS * 32, 0),
+        Kernel::BgmvExpand => {
+            let each = RING + max_rank.div_ceil(RANKS) * KEPT;
+            let warps = WARPS.min(room.shared / each);
+            (warps * 32, warps * each)
+        }
+        _ => (THREADS, 0),
+    }
+}
+
+/// Percentage of a multiprocessor's memory that blocks of `kernel` are to share, if it matters.
+pub(super) fn carveout(kernel: Kernel) -> Option<i32> {
+    matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand).then_some(CARVEOUT)
 }
 
 /// Parts that the decode shrink leaves a sum over so many columns in.
 fn parts(in_features: u32) -> u32 {
-    let stages = in_features.div_ceil(STAGE_COLUMNS);
-    stages.div_ceil(stages.div_ceil(Z_PARTS).max(PART_STAGES))
+    let steps = in_features.div_ceil(STEP_COLUMNS);
+    steps.div_ceil(steps.div_ceil(Z_PARTS).max(1))
 }
 
 /// How `launch` is made on a device of `max_groups` and `room`.
@@ -74,18 +83,28 @@ pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2], room: Room) -> Sh
     let blocks = params.max_rank.div_ceil(RANKS);
     let quads = params.tiles.div_ceil(TILES);
     if matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand) {
-        let words = launch.operands()[0].len() / 4;
-        let packs = words.saturating_sub(params.packs_at.into()) * 4 / size_of::<Pack>() as u64;
-        // The tiles' place is free in these kernels: the number of packs.
-        params.tiles = packs.min(u32::MAX.into()) as u32;
+        // The tiles' place is free in these kernels: the number of packs. Without packs each row is one.
+        params.tiles = match params.packs_at {
+            0 => params.rows,
+            at => {
+                let words = (launch.operands()[0].len() / 4).saturating_sub(at.into());
+                (words * 4 / size_of::<Pack>() as u64).min(u32::MAX.into()) as u32
+            }
+        };
     }
-    // A block for each multiprocessor, or for each item of work where there are fewer.
-    let each = |items: u64| [(u64::from(params.tiles) * items).min(room.multiprocessors.into()) as u32, 1, 1];
+    let multiprocessors = u64::from(room.multiprocessors);
     let groups = match kernel {
-        Kernel::BgmvShrink => each(u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites)),
+        Kernel::BgmvShrink => {
+            let of_pack = u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites);
+            let items = u64::from(params.tiles) * of_pack;
+            let beside = if items > BUSY * multiprocessors { 2 } else { 1 };
+            [items.min(beside * multiprocessors) as u32, 1, 1]
+        }
         Kernel::BgmvExpand => {
             let sites = &params.site[..params.sites as usize];
-            each(sites.iter().map(|site| u64::from(site.out_features.div_ceil(TILE_OUTPUTS))).sum())
+            let of_pack: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(TILE_OUTPUTS))).sum();
+            let tiles = u64::from(params.tiles) * of_pack;
+            [tiles.div_ceil(BLOCK_TILES).min(multiprocessors) as u32, 1, 1]
         }
         // Up to rank 16 a cluster takes 16 ranks, else 32.
         Kernel::SgmvShrink => {
@@ -200,37 +219,39 @@ mod tests {
     }
 
     #[test]
-    fn a_decode_shrink_has_parts_by_its_columns_alone_and_no_more_blocks_than_items_or_multiprocessors() {
-        for (columns, wanted) in
-            [(1, 1), (512, 1), (513, 2), (4096, 8), (8192, 16), (8193, 11), (14336, 14), (65536, 16)]
+    fn a_decode_shrink_has_parts_by_its_columns_alone_and_no_more_blocks_than_items_or_its_share_of_the_device() {
+        for (columns, wanted) in [(1, 1), (1024, 1), (1025, 2), (4096, 4), (8192, 8), (8193, 5), (14336, 7), (65536, 8)]
         {
             assert_eq!(parts(columns), wanted, "{columns} columns");
             assert!(parts(columns) <= Z_PARTS);
         }
-        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 33), 3), [8 * 3 * 3, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 33), 300), [132, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 33), 3), [4 * 3 * 3, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 16), 8 * 33), [132, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 16), 8 * 33 + 1), [264, 1, 1]);
     }
 
     #[test]
-    fn a_decode_expand_has_an_item_for_each_64_outputs_and_keeps_z_by_the_largest_rank() {
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [65, 1, 1]);
+    fn a_decode_expand_has_a_block_for_each_4_tiles_and_keeps_z_by_the_largest_rank() {
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [33, 1, 1]);
         assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 5), [132, 1, 1]);
-        let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - EXPAND_WARPS * EXPAND_RING;
-        assert_eq!([1, 16, 17, 64, 512].map(kept), [1, 1, 2, 4, 4].map(|chunks| EXPAND_WARPS * chunks * KEPT));
+        let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - WARPS * RING;
+        assert_eq!([1, 16, 17, 64].map(kept), [1, 1, 2, 4].map(|groups| WARPS * groups * KEPT));
     }
 
     #[test]
-    fn a_shrink_and_an_expand_fit_beside_each_other_and_into_less_with_fewer_warps() {
-        let shared = |kernel, room| block(kernel, 512, room).1;
-        // 228 KiB a multiprocessor, of which each block takes one for itself.
-        let both = shared(Kernel::BgmvShrink, H200) + shared(Kernel::BgmvExpand, H200);
-        assert!(both + 2 * 1024 <= 228 * 1024, "{both}");
-        for limit in [48 << 10, 99 << 10] {
-            let room = Room { shared: limit, ..H200 };
-            for kernel in [Kernel::BgmvShrink, Kernel::BgmvExpand] {
-                let (threads, shared) = block(kernel, 512, room);
-                assert!(threads >= 32 && shared <= limit, "{threads} threads, {shared} bytes");
-            }
+    fn without_packs_each_row_of_a_decode_launch_is_one() {
+        let operands: Vec<Region> = (1..6).map(memory).collect();
+        let pipeline = pipeline(Kernel::BgmvShrink);
+        let launch = Launch::new(&pipeline, &operands, Params { z_parts: Z_PARTS, ..params(4096, 8, 16) }).unwrap();
+        let shape = shape(&launch, [1 << 31, 65_535], H200);
+        assert_eq!((shape.params.tiles, shape.groups), (5, [5 * 4, 1, 1]));
+    }
+
+    #[test]
+    fn a_decode_expand_of_many_ranks_fits_with_fewer_warps() {
+        for (limit, max_rank) in [(227 << 10, 512), (99 << 10, 512), (48 << 10, 512), (48 << 10, 16)] {
+            let (threads, shared) = block(Kernel::BgmvExpand, max_rank, Room { shared: limit, ..H200 });
+            assert!(threads >= 32 && shared <= limit, "{threads} threads, {shared} bytes");
         }
     }
 

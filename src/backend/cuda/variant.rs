@@ -89,13 +89,18 @@ impl Variant {
         }
     }
 
+    /// Percentage of a multiprocessor's memory that its blocks are to share, if it matters.
+    pub(super) fn carveout(self, kernel: Kernel) -> Option<i32> {
+        (self == Self::Sm90).then(|| sm90::carveout(kernel)).flatten()
+    }
+
     /// Most threads of a block, and most bytes of shared memory that it asks for.
     pub(super) fn block(self, kernel: Kernel, room: Room) -> (u32, u32) {
         match self {
-            // With the fewest ranks a block has the most warps, with the most ranks the most memory for each.
+            // With more ranks a block has fewer warps, with more memory for each.
             Self::Sm90 => {
-                let (threads, shared) = sm90::block(kernel, 1, room);
-                (threads, shared.max(sm90::block(kernel, MAX_RANK, room).1))
+                let blocks = (1..=MAX_RANK).map(|rank| sm90::block(kernel, rank, room));
+                blocks.fold((0, 0), |most, block| (most.0.max(block.0), most.1.max(block.1)))
             }
             Self::Plain => (THREADS, 0),
         }
