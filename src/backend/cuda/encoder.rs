@@ -15,7 +15,7 @@ use super::module::Function;
 use super::variant::Variant;
 
 use super::queue::Shared;
-use super::sm90::{Chain, Shape, shape};
+use super::sm90::{Chain, Shape, Start, shape};
 use crate::backend::{Encoder, Launch, check_copy, check_write};
 use crate::contract::{MAX_OPERANDS, Params, THREADS};
 use crate::error::{Error, Result};
@@ -201,17 +201,21 @@ impl Encoder for CudaEncoder<'_> {
             }
             let max_groups = self.shared.device.caps.max_groups;
             let (variant, function) = function.serves(pipeline.kernel(), launch.params());
-            let Shape { groups, threads, shared, params } = match variant {
+            let mut shape = match variant {
                 Variant::Plain => {
                     Shape { groups: launch.groups(max_groups)?, threads: THREADS, shared: 0, params: *launch.params() }
                 }
-                Variant::Sm90 => shape(launch, max_groups, self.shared.device.room),
+                Variant::Sm90 => shape(launch, self.shared.device.room),
             };
-            if groups.contains(&0) {
+            if shape.groups.contains(&0) {
                 continue;
             }
             let able = variant == Variant::Sm90 && self.shared.device.early_launches;
-            let early = self.chain.link(launch, able);
+            let Start { early, ahead } = self.chain.link(launch, able);
+            if variant == Variant::Sm90 {
+                shape.read_ahead(pipeline.kernel(), ahead);
+            }
+            let Shape { groups, threads, shared, params } = shape;
             let declared = pipeline.kernel().operands().len();
             let list = &mut self.commands().list;
             list.commands.push(Command::Launch(list.launches.len()));

@@ -27,11 +27,10 @@ pub(super) struct Function {
 }
 
 impl Function {
-    /// The kernel for a launch: the faster one, but for decode where z has no room for sums in parts, and for prefill that reads
-    /// rows of x that aren't its own.
+    /// The kernel for a launch: the faster one, but for decode where z has no room for sums in parts.
     pub(super) fn serves(&self, kernel: Kernel, params: &Params) -> (Variant, Handle<CUfunc_st>) {
         let decode = matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand);
-        let usual = if decode { params.z_parts >= Z_PARTS } else { params.x_rows_at == 0 };
+        let usual = !decode || params.z_parts >= Z_PARTS;
         match self.sm90 {
             Some(function) if usual => (Variant::Sm90, function),
             _ => (Variant::Plain, self.plain),
@@ -83,7 +82,9 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
         find(module, kernel, variant, spec, shared.device.room)
     };
     let measured = Variant::of(shared.device.capability, kernel, spec);
-    let fast = measured.min(shared.device.limit) == Variant::Sm90;
+    let room = shared.device.room;
+    let fits = Variant::Sm90.block(kernel, room).1 <= room.shared;
+    let fast = fits && measured.min(shared.device.limit) == Variant::Sm90;
     let sm90 = if fast { Some(function(Variant::Sm90)?) } else { None };
     let function = Arc::new(Function { backend: shared.id, plain: function(Variant::Plain)?, sm90 });
     loaded.functions.insert((kernel, spec), function.clone());
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decode_without_room_for_parts_and_prefill_of_named_rows_are_served_by_the_plain_kernels() {
+    fn decode_without_room_for_parts_is_served_by_the_plain_kernels_and_all_else_by_the_fast_ones() {
         let [plain, fast] = [1, 2].map(|at| Handle(ptr::without_provenance_mut(at)));
         let function = Function { backend: 0, plain, sm90: Some(fast) };
         let packed = Params { packs_at: 40, z_parts: Z_PARTS, ..Params::default() };
@@ -185,7 +186,7 @@ mod tests {
             (Kernel::BgmvShrink, Params { z_parts: 0, ..packed }, Variant::Plain),
             (Kernel::BgmvShrink, Params { x_rows_at: 8, packs_at: 0, ..packed }, Variant::Sm90),
             (Kernel::SgmvShrink, Params::default(), Variant::Sm90),
-            (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Plain),
+            (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Sm90),
         ] {
             assert_eq!(function.serves(kernel, &params).0, expected, "{kernel:?}");
         }

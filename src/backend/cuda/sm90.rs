@@ -9,14 +9,20 @@ use crate::backend::Launch;
 use crate::contract::{Access, Kernel, Pack, Params, THREADS, Z_PARTS};
 use crate::memory::Region;
 
-/// Blocks of a cluster of the prefill shrink, which split the columns of A.
-const CLUSTER: u32 = 8;
 /// Ranks that one product takes.
 const RANKS: u32 = 16;
-/// Outputs by ranks that a warp of the prefill expand takes at a time: 128 by 16, 64 by 32, or 32 by 64.
-const OUTPUTS: u32 = 128;
-/// Tiles that a block of a prefill kernel takes.
-const TILES: u32 = 4;
+
+/// Blocks of a cluster of the prefill shrink, which split the columns of A, and most tiles that it takes at a time.
+const CLUSTER: u32 = 8;
+/// Threads and bytes of shared memory of its blocks, and how many fit on a multiprocessor.
+const PREFILL_SHRINK: (u32, u32) = (256, 111_728);
+const SHRINKS_RESIDENT: u32 = 2;
+/// Warps of a block of the prefill expand that work, beside one that fetches; blocks that fit on a multiprocessor.
+const PREFILL_WARPS: u32 = 7;
+const EXPANDS_RESIDENT: u32 = 2;
+/// Bytes that such a block needs beside its rings, and places for B.
+const PREFILL_OWN: u32 = 3_456;
+const PREFILL_PLACES: u32 = 2;
 
 /// Warps of a block of the decode kernels.
 const WARPS: u32 = 8;
@@ -61,13 +67,36 @@ pub(super) fn block(kernel: Kernel, max_rank: u32, room: Room) -> (u32, u32) {
             let warps = WARPS.min(room.shared / each);
             (warps * 32, warps * each)
         }
+        Kernel::SgmvShrink => PREFILL_SHRINK,
+        Kernel::SgmvExpand => {
+            let (outputs, chunks) = prefill_block(max_rank);
+            // A warp's ring holds a tile of y, and of z where that is kept.
+            let ring = outputs * 32 + if max_rank <= 64 { chunks * 1024 } else { 0 };
+            let places = PREFILL_PLACES * outputs * chunks * RANKS * 2;
+            ((PREFILL_WARPS + 1) * 32, PREFILL_OWN + places + PREFILL_WARPS * ring)
+        }
         _ => (THREADS, 0),
     }
 }
 
 /// Percentage of a multiprocessor's memory that blocks of `kernel` are to share, if it matters.
 pub(super) fn carveout(kernel: Kernel) -> Option<i32> {
-    matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand).then_some(CARVEOUT)
+    match kernel {
+        Kernel::BgmvShrink | Kernel::BgmvExpand => Some(CARVEOUT),
+        Kernel::SgmvShrink | Kernel::SgmvExpand => Some(100),
+        _ => None,
+    }
+}
+
+/// Outputs that a warp of the prefill expand takes of a tile, and chunks of ranks that B has room for.
+fn prefill_block(max_rank: u32) -> (u32, u32) {
+    match max_rank {
+        0..=16 => (256, 1),
+        17..=32 => (128, 2),
+        33..=64 => (128, 4),
+        65..=256 => (64, max_rank.div_ceil(RANKS)),
+        _ => (32, max_rank.div_ceil(RANKS)),
+    }
 }
 
 /// Parts that the decode shrink leaves a sum over so many columns in.
@@ -76,12 +105,21 @@ fn parts(in_features: u32) -> u32 {
     steps.div_ceil(steps.div_ceil(Z_PARTS).max(1))
 }
 
-/// How `launch` is made on a device of `max_groups` and `room`.
-pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2], room: Room) -> Shape {
+impl Shape {
+    /// Tells the prefill kernels whether x and y may be read before the launch before has ended ([`Start::ahead`]).
+    pub(super) fn read_ahead(&mut self, kernel: Kernel, ahead: bool) {
+        if matches!(kernel, Kernel::SgmvShrink | Kernel::SgmvExpand) {
+            // The parts' place is free in these kernels.
+            self.params.z_parts = ahead.into();
+        }
+    }
+}
+
+/// How `launch` is made on a device of `room`.
+pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
     let mut params = *launch.params();
     let kernel = launch.pipeline().kernel();
     let blocks = params.max_rank.div_ceil(RANKS);
-    let quads = params.tiles.div_ceil(TILES);
     if matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand) {
         // The tiles' place is free in these kernels: the number of packs. Without packs each row is one.
         params.tiles = match params.packs_at {
@@ -106,15 +144,18 @@ pub(super) fn shape(launch: &Launch<'_>, max_groups: [u32; 2], room: Room) -> Sh
             let tiles = u64::from(params.tiles) * of_pack;
             [tiles.div_ceil(BLOCK_TILES).min(multiprocessors) as u32, 1, 1]
         }
-        // Up to rank 16 a cluster takes 16 ranks, else 32.
+        // As many clusters as fit at once, or as there can be works: runs of one slot are cut into works.
         Kernel::SgmvShrink => {
-            let clusters = quads.min(max_groups[0] / CLUSTER) * CLUSTER;
-            [clusters, blocks.div_ceil(blocks.clamp(1, 2)), params.sites]
+            let works = u64::from(params.tiles.div_ceil(CLUSTER)) + u64::from(params.slot_count);
+            let works = works.min(params.tiles.into()) as u32;
+            [works.min((room.multiprocessors * SHRINKS_RESIDENT / CLUSTER).max(1)) * CLUSTER, 1, 1]
         }
         Kernel::SgmvExpand => {
-            let outputs = OUTPUTS >> blocks.saturating_sub(1).min(2);
-            let parts = params.max_out.div_ceil(outputs).div_ceil(THREADS / 32);
-            [parts, quads.min(max_groups[1]), params.sites]
+            let (outputs, _) = prefill_block(params.max_rank);
+            let sites = &params.site[..params.sites as usize];
+            let blocks: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum();
+            let items = u64::from(params.tiles) * blocks;
+            [items.min((room.multiprocessors * EXPANDS_RESIDENT).into()) as u32, 1, 1]
         }
         Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits | Kernel::ExpertRows => {
             unreachable!("kernels without this variant")
@@ -132,6 +173,15 @@ pub(super) struct Chain {
     open: bool,
 }
 
+/// How a launch follows the one before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Start {
+    /// Whether it may start before that has ended.
+    pub(super) early: bool,
+    /// Whether no launch that may still run then writes activations that it reads (x, or y before it is added to).
+    pub(super) ahead: bool,
+}
+
 impl Chain {
     /// Another command than a launch: the launch after it waits for all before.
     pub(super) fn cut(&mut self) {
@@ -139,13 +189,17 @@ impl Chain {
         self.open = false;
     }
 
-    /// Takes a launch in, and tells whether it may start early. `able`: its kernel waits for itself.
-    pub(super) fn link(&mut self, launch: &Launch<'_>, able: bool) -> bool {
+    /// Takes a launch in, and tells how it may start. `able`: its kernel waits for itself.
+    pub(super) fn link(&mut self, launch: &Launch<'_>, able: bool) -> Start {
         let (operands, kernel) = (launch.operands(), launch.pipeline().kernel());
-        let early = &operands[..3];
-        let safe = |written: &Region| early.iter().all(|read| !read.same_allocation(written));
-        let starts = able && self.open && self.written.iter().all(safe);
-        if !starts {
+        let unwritten =
+            |read: &[Region]| !self.written.iter().any(|w| read.iter().any(|region| region.same_allocation(w)));
+        let early = able && self.open && unwritten(&operands[..3]);
+        // x, or what lies behind z.
+        let activations = if kernel.is_expand() { operands.get(4..) } else { operands.get(3..4) };
+        let ahead = !early || unwritten(activations.unwrap_or_default());
+        // The prefill kernels let the next launch start only when the one before them has ended.
+        if !early || matches!(kernel, Kernel::SgmvShrink | Kernel::SgmvExpand) {
             self.written.clear();
         }
         for (operand, region) in kernel.operands().iter().zip(operands) {
@@ -154,7 +208,7 @@ impl Chain {
             }
         }
         self.open = true;
-        starts
+        Start { early, ahead }
     }
 }
 
@@ -213,7 +267,7 @@ mod tests {
         operands[0] = operands[0].slice(0, 160 + packs * size_of::<Pack>() as u64).unwrap();
         let pipeline = pipeline(kernel);
         let launch = Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, ..params }).unwrap();
-        let shape = shape(&launch, [1 << 31, 65_535], H200);
+        let shape = shape(&launch, H200);
         assert_eq!(u64::from(shape.params.tiles), packs);
         shape.groups
     }
@@ -243,7 +297,7 @@ mod tests {
         let operands: Vec<Region> = (1..6).map(memory).collect();
         let pipeline = pipeline(Kernel::BgmvShrink);
         let launch = Launch::new(&pipeline, &operands, Params { z_parts: Z_PARTS, ..params(4096, 8, 16) }).unwrap();
-        let shape = shape(&launch, [1 << 31, 65_535], H200);
+        let shape = shape(&launch, H200);
         assert_eq!((shape.params.tiles, shape.groups), (5, [5 * 4, 1, 1]));
     }
 
@@ -265,14 +319,59 @@ mod tests {
         let odd = [batch, tables, y, x, other].map(Clone::clone);
         let params = params(64, 64, 16);
         let shrinks = |operands| Launch::new(&shrink, operands, params).unwrap();
+        let early = |chain: &mut Chain, launch: &Launch<'_>, able| chain.link(launch, able).early;
         let mut chain = Chain::default();
-        assert!(!chain.link(&shrinks(&a), true), "nothing before it in the list");
-        assert!(chain.link(&Launch::new(&expand, &b, params).unwrap(), true));
-        assert!(chain.link(&shrinks(&a), true));
-        assert!(!chain.link(&shrinks(&odd), true), "its weights are an output of a launch that may still run");
-        assert!(chain.link(&shrinks(&odd), true), "that launch has been waited for");
-        assert!(!chain.link(&shrinks(&a), false), "a kernel that doesn't wait by itself");
+        assert!(!early(&mut chain, &shrinks(&a), true), "nothing before it in the list");
+        assert!(early(&mut chain, &Launch::new(&expand, &b, params).unwrap(), true));
+        assert!(early(&mut chain, &shrinks(&a), true));
+        assert!(!early(&mut chain, &shrinks(&odd), true), "its weights are an output of a launch that may still run");
+        assert!(early(&mut chain, &shrinks(&odd), true), "that launch has been waited for");
+        assert!(!early(&mut chain, &shrinks(&a), false), "a kernel that doesn't wait by itself");
         chain.cut();
-        assert!(!chain.link(&shrinks(&a), true), "after a write or copy");
+        assert!(!early(&mut chain, &shrinks(&a), true), "after a write or copy");
+    }
+
+    #[test]
+    fn activations_are_read_ahead_when_no_running_launch_writes_them_and_prefill_launches_run_two_at_a_time() {
+        let regions: Vec<Region> = (1..9).map(memory).collect();
+        let (shrink, expand) = (pipeline(Kernel::SgmvShrink), pipeline(Kernel::SgmvExpand));
+        let [batch, tables, weights, x, z, y, w, v] = &regions[..] else { unreachable!() };
+        let params = params(64, 64, 16);
+        let first = [batch, tables, weights, x, z].map(Clone::clone);
+        let second = [batch, tables, weights, z, y].map(Clone::clone);
+        let of_y = [batch, tables, weights, y, w].map(Clone::clone);
+        let of_w = [batch, tables, weights, w, v].map(Clone::clone);
+        let mut chain = Chain::default();
+        let mut link = |pipeline, operands| chain.link(&Launch::new(pipeline, operands, params).unwrap(), true);
+        assert_eq!(link(&shrink, &first), Start { early: false, ahead: true });
+        assert_eq!(link(&expand, &second), Start { early: true, ahead: true });
+        assert_eq!(link(&shrink, &of_y), Start { early: true, ahead: false });
+        assert_eq!(link(&expand, &of_w), Start { early: true, ahead: true });
+        // The launch before has waited for the one that writes y.
+        assert_eq!(link(&expand, &second), Start { early: true, ahead: true });
+        assert_eq!(link(&expand, &second), Start { early: true, ahead: false });
+    }
+
+    #[test]
+    fn prefill_blocks_fit_on_a_multiprocessor_and_no_more_than_do_are_launched() {
+        let kib = 228 * 1024;
+        for (kernel, resident) in [(Kernel::SgmvShrink, SHRINKS_RESIDENT), (Kernel::SgmvExpand, EXPANDS_RESIDENT)] {
+            for max_rank in 1..=512 {
+                let (threads, shared) = block(kernel, max_rank, H200);
+                assert!(
+                    threads == 256 && resident * (shared + 1024) <= kib,
+                    "{kernel:?} of rank {max_rank}: {shared} bytes"
+                );
+                assert!(shared <= H200.shared);
+            }
+        }
+        let operands: Vec<Region> = (1..6).map(memory).collect();
+        let groups = |kernel, tiles| {
+            let params = Params { tiles, ..params(4096, 1000, 16) };
+            let pipeline = pipeline(kernel);
+            shape(&Launch::new(&pipeline, &operands, params).unwrap(), H200).groups
+        };
+        assert_eq!([0, 1, 9, 4096].map(|tiles| groups(Kernel::SgmvShrink, tiles)[0]), [0, 8, 24, 264]);
+        assert_eq!([0, 1, 9, 4096].map(|tiles| groups(Kernel::SgmvExpand, tiles)[0]), [0, 4, 36, 264]);
     }
 }

@@ -1,0 +1,123 @@
+// What the prefill kernels for sm_90 share: copies to shared memory that run beside the work, and the batch's tiles as
+// runs of one slot.
+#pragma once
+#include "sm90.cuh"
+
+// Tiles that a block has at hand at a time; the next ones are looked up when these are done.
+constexpr u32 WINDOW = 256;
+static_assert(SGMV_TILE_ROWS == 16, "a tile is a product's 16 rows");
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global to shared memory, the first `count` of them read and the others zero.
+DEVICE void copy16(u32 to, const void* from, u32 count) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
+}
+// The same of 16 bytes, where `is` isn't 0.
+DEVICE void copy16_if(u32 is, u32 to, const void* from) {
+    asm volatile("{.reg .pred is; setp.ne.u32 is, %0, 0; @is cp.async.cg.shared.global.L2::128B [%1], [%2], 16;}" ::"r"(is),
+                 "r"(to), "l"(from)
+                 : "memory");
+}
+DEVICE void store16_if(u32 is, void* to, const uint4& v) {
+    asm volatile("{.reg .pred is; setp.ne.u32 is, %0, 0; @is st.global.v4.u32 [%1], {%2, %3, %4, %5};}" ::"r"(is), "l"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+DEVICE uint4 read16(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// This thread's groups of copies have come, but the last `pending`.
+template <u32 pending> DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
+
+// Barriers in shared memory, for threads that meet without all waiting.
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(barrier) : "memory");
+}
+// Arrives when this thread's copies so far have come.
+DEVICE void barrier_arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// Waits for the end of the phase of that parity.
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+                     barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+// Four 8x8 matrices of 2-byte elements, 512 bytes in a row, each lane's address being of its own 16.
+DEVICE void load_matrices(u32 from, u32 (&m)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// The tiles of a window, in shared memory.
+struct Tiles {
+    // First row (in the batch), rows (0: nothing to do) and slot of each.
+    u32 first[WINDOW];
+    u32 rows[WINDOW];
+    int slot[WINDOW];
+    // A bit for each tile whose slot isn't that of the tile before it.
+    u32 begins[WINDOW / 32];
+};
+
+// A tile's slot; negative: it has nothing to do.
+DEVICE int tile_slot(const Params& p, const u32* batch, u32 t) {
+    if (t >= p.tiles) return -1;
+    const u32* words = batch + ((u64)p.tiles_at + 4ull * t);
+    const int slot = (int)words[0];
+    return slot < 0 || words[2] == 0 ? -1 : slot;
+}
+
+// Reads the window that begins at tile `at`; all threads of a block of at least WINDOW threads.
+DEVICE void read_tiles(const Params& p, const u32* batch, u32 at, Tiles& tiles) {
+    const u32 i = threadIdx.x;
+    // Of the window before, all is done.
+    if (at) __syncthreads();
+    if (i < WINDOW) {
+        u32 first = 0, rows = 0;
+        const int slot = tile_slot(p, batch, at + i), last = i ? tile_slot(p, batch, at + i - 1) : -2;
+        if (slot >= 0) {
+            const u32* words = batch + ((u64)p.tiles_at + 4ull * (at + i));
+            first = words[1], rows = words[2] < SGMV_TILE_ROWS ? words[2] : SGMV_TILE_ROWS;
+        }
+        tiles.first[i] = first, tiles.rows[i] = rows, tiles.slot[i] = slot;
+        const u32 begins = __ballot_sync(0xffffffffu, slot != last);
+        if (i % 32 == 0) tiles.begins[i / 32] = begins;
+    }
+    __syncthreads();
+}
+
+// The first tile after `i` whose slot is another, at most WINDOW.
+DEVICE u32 run_end(const Tiles& tiles, u32 i) {
+    u32 word = ++i / 32;
+    if (word >= WINDOW / 32) return WINDOW;
+    u32 bits = tiles.begins[word] & (0xffffffffu << (i % 32));
+    while (bits == 0 && ++word < WINDOW / 32) bits = tiles.begins[word];
+    return bits ? word * 32 + __ffs(bits) - 1 : WINDOW;
+}
+
+// The first tile of the run that tile `i` is in.
+DEVICE u32 run_begin(const Tiles& tiles, u32 i) {
+    u32 word = i / 32, bits = tiles.begins[word] & (0xffffffffu >> (31 - i % 32));
+    while (bits == 0) bits = tiles.begins[--word];
+    return word * 32 + 31 - __clz(bits);
+}
+
+// Row `i` of tile `t` in x, y and z, or -1 where it is another launch's or none.
+DEVICE long long tile_row(const Params& p, const Tiles& tiles, u32 t, u32 i) {
+    const long long row = (long long)tiles.first[t] - (long long)p.row_first + i;
+    return i < tiles.rows[t] && row >= 0 && row < (long long)p.rows ? row : -1;
+}
