@@ -80,8 +80,8 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
 
     // The producer's part of a window: looks up `left` pairs of outputs and tile from outputs `first` of `site` and `tile`
     // on. `r`: runs so far.
-    __device__ __forceinline__ void produce(const u32* tables, const unsigned char* weights, void* y0, void* y1, void* y2, void* y3,
-                                            u32 in_window, u32 site, u32 first, u32 tile, u32 left, u32& r) const {
+    __device__ __forceinline__ void produce(const u32* tables, const unsigned char* weights, void* y0, void* y1, void* y2,
+                                            void* y3, u32 in_window, u32 site, u32 first, u32 tile, u32 left, u32& r) const {
         const Tiles& tiles = shared.tiles;
         for (;; r++) {
             Pair pair = {0, 0, 0.0f, 0};

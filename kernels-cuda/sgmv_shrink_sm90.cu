@@ -4,7 +4,8 @@
 //            blocks split the columns
 //   block    its columns in two halves
 //   warp     a half's chunks of COLUMNS columns for two of the tiles (i and i + 4); x is the 16-row side of the product, A
-//            the 8-column side. Chunks are fetched to shared memory STAGES - 1 ahead, x into the lane's own places, A for all warps of the half
+//            the 8-column side. Chunks are fetched to shared memory STAGES - 1 ahead, x into the lane's own places, A for all
+//            warps of the half
 //
 // All halves of a cluster take equal runs of chunks, by in_features alone. Order of a sum: a half's chunks ascending, the
 // halves of a block ascending, the blocks of the cluster ascending.
@@ -182,13 +183,15 @@ DEVICE void multiply(const Params& p, const Source& from, u32 x_at, u32 a_at, u3
 
 // Adds up what the cluster's warps have, and writes it: tile i by block i.
 template <u32 BLOCKS>
-DEVICE void add_up(const Params& p, Shared& shared, u32 block, u32 begin, u32 count, u32 pass, float* z, float (&sum)[OWN][BLOCKS][4]) {
+DEVICE void add_up(const Params& p, Shared& shared, u32 block, u32 begin, u32 count, u32 pass, float* z,
+                   float (&sum)[OWN][BLOCKS][4]) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4, pair = warp % 4;
     // Half h adds up the warp's tile h; the other tile's sums go through the warp's own places of x.
     typedef Layout<BLOCKS> Places;
     constexpr u32 RING = Places::STAGES * X_STAGE;
     float4* const give = reinterpret_cast<float4*>(shared.space + Places::X + warp * RING) + lane;
-    const float4* const take = reinterpret_cast<const float4*>(shared.space + Places::X + ((half ^ 1) * 4 + pair) * RING) + lane;
+    const float4* const take =
+        reinterpret_cast<const float4*>(shared.space + Places::X + ((half ^ 1) * 4 + pair) * RING) + lane;
     const float4* const inbox = reinterpret_cast<const float4*>(shared.space) + lane;
     wait_groups<0>();
     __syncwarp();
@@ -260,7 +263,8 @@ DEVICE void run_pass(const Params& p, Shared& shared, const Source& from, float*
     typedef Layout<BLOCKS> Places;
     constexpr u32 STAGES = Places::STAGES, A_STAGE = Places::A_STAGE;
     const u32 space = shared_address(shared.space);
-    const u32 x_at = space + Places::X + warp * STAGES * X_STAGE + lane * 16, a_at = space + Places::A + half * STAGES * A_STAGE;
+    const u32 x_at = space + Places::X + warp * STAGES * X_STAGE + lane * 16;
+    const u32 a_at = space + Places::A + half * STAGES * A_STAGE;
     const u32 a_to = a_at + threadIdx.x % (BLOCK / HALVES) * 16;
 #pragma unroll 1
     for (u32 s = 0; s < STAGES - 1; s++) {
@@ -344,7 +348,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLO
                 from.a_is[i] = g < ranks.left ? 16 : 0;
                 from.rank[i] = 0;
                 if (from.a_is[i])
-                    from.rank[i] = (u32)((skew + shared.offset[ranks.site] + ((u64)(ranks.rank + g) * p.a_stride + q * 8) * 2) / 16);
+                    from.rank[i] =
+                        (u32)((skew + shared.offset[ranks.site] + ((u64)(ranks.rank + g) * p.a_stride + q * 8) * 2) / 16);
             }
             const u32 left = blocks - number * MOST;
             const Pass pass = {block, begin, count, first, end, number, early};
