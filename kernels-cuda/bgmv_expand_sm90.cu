@@ -26,7 +26,7 @@ struct Run {
     const float* gains; // of the site; null: none
     u64 offsets;        // floats from gains to offsets
     u64 part;           // floats from a part of z to the next
-    u32 parts, first, end, rank, out;
+    u32 parts, first, end, rank, out, zero;
     float site_scale, row_scale;
     bool wide;          // y is aligned, and no eighth of a tile ragged
 };
@@ -71,8 +71,9 @@ DEVICE void keep(u32 to, const Ranks& r) {
 struct Sides {
     uint4 upper, lower;
 };
-DEVICE Sides sides_of(const Ranks& r) {
-    return {make_uint4(r.high[0], r.middle[0], r.high[1], r.middle[1]), make_uint4(r.low[0], 0, r.low[1], 0)};
+// `zero`: of which the compiler doesn't know that it is; it would build the operand anew for each product.
+DEVICE Sides sides_of(const Ranks& r, u32 zero) {
+    return {make_uint4(r.high[0], r.middle[0], r.high[1], r.middle[1]), make_uint4(r.low[0], zero, r.low[1], zero)};
 }
 
 // Adds a unit's products to the sums: of outputs 8q + 2j and the next, high and low parts in [j][0] and [j][1], middle ones in
@@ -125,8 +126,9 @@ DEVICE uint4 shared16(u32 at) {
 }
 // What this lane has kept of a group.
 DEVICE Sides kept(u32 from) { return {shared16(from), shared16(from + KEPT / 2)}; }
-DEVICE void copy16(u32 to, u64 from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// Asks for 16 bytes; those from `bytes` on are zero and not read.
+DEVICE void copy16(u32 to, u64 from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // The same, and a store, of the lanes that are `live`: a predicate, where the compiler would make a branch.
 DEVICE void copy16_if(u32 to, const u16* from, bool live) {
@@ -151,11 +153,11 @@ constexpr u32 UNIT_BYTES = TILE * RANKS * 2;
 constexpr u32 Y_BYTES = PACK_ROWS * TILE * 2;
 constexpr u32 RING_BYTES = AHEAD * (UNIT_BYTES + Y_BYTES);
 
-// Whole tiles and groups, aligned rows: nearly all runs. ONE: group of ranks. VECTORS: there are gains and offsets. Unless
+// Whole tiles, aligned rows: nearly all runs. ONE: group of ranks. VECTORS: there are gains and offsets. Unless
 // `waited`, waits before it reads z and y. `ring`: this warp's; `z_kept`: where this lane keeps z.
 template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring, u32 z_kept, bool waited) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const u32 groups = ONE ? 1 : run.rank / RANKS;
+    const u32 groups = ONE ? 1 : div_ceil(run.rank, RANKS);
     const bool live = run.z != nullptr;
     u32 left = (run.end - run.first) * groups;
     // B as it is asked for: this lane copies half l % 2 of output l / 2 and of the 16th after it. In every other eight outputs
@@ -164,9 +166,14 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
     const u64 sixteen = 16 * run.b_row;
     const u32 to = ring + ((lane * 16) ^ (lane / 16 * 64)), y_at = ring + AHEAD * UNIT_BYTES + lane * 16;
     u32 ask_group = 0;
+    // Of the ranks that there are in the last group.
+    const u32 there = 2 * saturating(run.rank, (groups - 1) * RANKS + lane % 2 * 8), rest = there < 16 ? there : 16;
     auto ask_b = [&](u32 i) {
-        copy16(to + i * UNIT_BYTES, ask);
-        copy16(to + i * UNIT_BYTES + UNIT_BYTES / 2, ask + sixteen);
+        const u32 bytes = ONE || ask_group + 1 == groups ? rest : 16;
+        // What isn't read may lie past the matrix: name what does not.
+        const u64 from = bytes ? ask : ask - 16;
+        copy16(to + i * UNIT_BYTES, from, bytes);
+        copy16(to + i * UNIT_BYTES + UNIT_BYTES / 2, from + sixteen, bytes);
         ask += ONE ? 2 * sixteen : 2 * RANKS;
         if (!ONE && ++ask_group == groups) {
             ask += 2 * sixteen - groups * (2 * RANKS);
@@ -188,7 +195,7 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
     }
     Sides z;
     if (ONE) {
-        z = sides_of(ranks_of(run, 0));
+        z = sides_of(ranks_of(run, 0), run.zero);
     } else {
 #pragma unroll 2
         for (u32 c = 0; c < groups; c++) keep(z_kept + c * KEPT, ranks_of(run, c));
@@ -197,6 +204,7 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
     const float scale = __fmul_rn(run.site_scale, run.row_scale);
     u32 group = 0, vectors = run.first * TILE + q * 8;
     float sum[4][4];
+    clear(sum);
 #pragma unroll 1
     for (;;) {
 #pragma unroll
@@ -206,7 +214,7 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
             const uint2 w[4] = {shared8(from + odd), shared8(from + 64 - odd), shared8(from + 128 + odd),
                                 shared8(from + 192 - odd)};
             if (!ONE) z = kept(z_kept + group * KEPT);
-            if (ONE || group == 0) clear(sum);
+            if (ONE) clear(sum);
             multiply(sum, z, w);
             // All lanes have read the unit.
             if (left > AHEAD) ask_b(i);
@@ -221,7 +229,10 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
                 copy16_if(place, y + AHEAD * TILE, live && y_left > AHEAD);
                 y += TILE;
                 y_left--;
-                if (!ONE) y_place = y_place + 1 == AHEAD ? 0 : y_place + 1;
+                if (!ONE) {
+                    y_place = y_place + 1 == AHEAD ? 0 : y_place + 1;
+                    clear(sum);
+                }
                 group = 0;
             }
             commit();
@@ -230,7 +241,7 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
     }
 }
 
-// A run of any kind: ragged ranks or outputs, rows of y at odd places, vectors. Its weights go straight to registers.
+// A run of any kind: ragged outputs, rows of y at odd places, vectors. Its weights go straight to registers.
 DEVICE void odd_run(const Run& run, u32 z_kept, bool waited) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const u32 groups = div_ceil(run.rank, RANKS);
@@ -324,7 +335,7 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
             run.gains = reinterpret_cast<const float*>(from_lane(mine.gains, from));
             u16* y = reinterpret_cast<u16*>(y_of(site.y_operand, y0, y1, y2, y3)) + site.y_offset;
             run.wide = is_wide(y, site.y_stride) && run.out % 8 == 0;
-            const bool even = run.wide && run.rank % RANKS == 0 && run.end * TILE <= run.out;
+            const bool even = run.wide && run.end * TILE <= run.out;
             if ((even && !run.gains) != PLAIN) {
                 others = true;
                 continue;
@@ -333,6 +344,7 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
             run.b_row = 2 * (u64)p.b_stride;
             run.b = from_lane(mine.b, from);
             run.offsets = vector_len(site);
+            run.zero = p.max_rank >> 16;
             run.parts = parts_of(p.in_features), run.part = strides.part;
             run.z = row == NO_ROW ? nullptr : z + ((u64)row * strides.row + s * strides.site + q * 4);
             run.y = y + (u64)(row == NO_ROW ? 0 : row) * site.y_stride + q * 8;
@@ -340,7 +352,7 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
             run.row_scale = row == NO_ROW ? 0.0f : row_scale(p, batch, row);
             if (!PLAIN && even) even_run<false, true>(run, ring, z_kept, waited);
             else if (!PLAIN) odd_run(run, z_kept, waited);
-            else if (run.rank == RANKS) even_run<true, false>(run, ring, z_kept, waited);
+            else if (run.rank <= RANKS) even_run<true, false>(run, ring, z_kept, waited);
             else even_run<false, false>(run, ring, z_kept, waited);
             waited = true;
         }
