@@ -6,6 +6,7 @@
 // z is taken as the sum of three bf16, which it is exactly: the high and the middle parts of 8 rows are the 16-row side of one
 // product, the low parts of another, before it. Order of a sum: ranks ascending in groups of RANKS, high and low parts in one
 // sum, middle parts in another, added at the end.
+#include "copies.cuh"
 #include "packs.cuh"
 
 constexpr u32 TILE = 32;
@@ -14,8 +15,6 @@ constexpr u32 AHEAD = 6;
 constexpr u32 Z_AT_ONCE = 4;
 // Bytes that a warp keeps of a group of ranks: a lane's twelve parts, as it multiplies them.
 constexpr u32 KEPT = 32 * 32;
-
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Tiles of a pack and a site.
 struct Run {
@@ -119,34 +118,8 @@ DEVICE uint2 shared8(u32 at) {
     asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
     return v;
 }
-DEVICE uint4 shared16(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
 // What this lane has kept of a group.
-DEVICE Sides kept(u32 from) { return {shared16(from), shared16(from + KEPT / 2)}; }
-// Asks for 16 bytes; those from `bytes` on are zero and not read.
-DEVICE void copy16(u32 to, u64 from, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// The same, and a store, of the lanes that are `live`: a predicate, where the compiler would make a branch.
-DEVICE void copy16_if(u32 to, const u16* from, bool live) {
-    asm volatile("{\n.reg .pred live;\nsetp.ne.u32 live, %2, 0;\n@live cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
-                 "l"(from), "r"((u32)live)
-                 : "memory");
-}
-DEVICE void store16_if(u16* to, const uint4& v, bool live) {
-    asm volatile("{\n.reg .pred live;\nsetp.ne.u32 live, %5, 0;\n@live st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}" ::"l"(to),
-                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((u32)live)
-                 : "memory");
-}
-DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last `pending` commits have arrived, for all lanes.
-template <u32 pending> DEVICE void arrived() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-    __syncwarp();
-}
+DEVICE Sides kept(u32 from) { return {read16(from), read16(from + KEPT / 2)}; }
 
 // A warp's ring: units of B, and y of tiles.
 constexpr u32 UNIT_BYTES = TILE * RANKS * 2;
@@ -172,8 +145,8 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
         const u32 bytes = ONE || ask_group + 1 == groups ? rest : 16;
         // What isn't read may lie past the matrix: name what does not.
         const u64 from = bytes ? ask : ask - 16;
-        copy16(to + i * UNIT_BYTES, from, bytes);
-        copy16(to + i * UNIT_BYTES + UNIT_BYTES / 2, from + sixteen, bytes);
+        copy16(to + i * UNIT_BYTES, reinterpret_cast<const void*>(from), bytes);
+        copy16(to + i * UNIT_BYTES + UNIT_BYTES / 2, reinterpret_cast<const void*>(from + sixteen), bytes);
         ask += ONE ? 2 * sixteen : 2 * RANKS;
         if (!ONE && ++ask_group == groups) {
             ask += 2 * sixteen - groups * (2 * RANKS);
@@ -183,15 +156,15 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++)
         if (i < left) ask_b(i);
-    commit();
+    end_group();
     if (!waited) wait_for_last();
     // y of the next tiles: of as many as there can be in the ring.
     u16* y = run.y + run.first * TILE;
     u32 y_left = run.end - run.first, y_place = 0;
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++) {
-        copy16_if(y_at + i * Y_BYTES, y + i * TILE, live && i < y_left);
-        commit();
+        copy16_if(live && i < y_left, y_at + i * Y_BYTES, y + i * TILE);
+        end_group();
     }
     Sides z;
     if (ONE) {
@@ -209,7 +182,8 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
     for (;;) {
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++) {
-            arrived<AHEAD - 1>();
+            wait_groups<AHEAD - 1>();
+            __syncwarp();
             const u32 from = at + i * UNIT_BYTES;
             const uint2 w[4] = {shared8(from + odd), shared8(from + 64 - odd), shared8(from + 128 + odd),
                                 shared8(from + 192 - odd)};
@@ -220,13 +194,13 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
             if (left > AHEAD) ask_b(i);
             if (ONE || ++group == groups) {
                 const u32 place = y_at + (ONE ? i : y_place) * Y_BYTES;
-                const uint4 before = shared16(place);
+                const uint4 before = read16(place);
                 uint4 after;
                 if (VECTORS) after = shaped8(run, vectors, TILE, before, sum);
                 else after = plain8(before, scale, sum);
-                store16_if(y, after, live);
+                store16_if(live, y, after);
                 if (VECTORS) vectors += TILE;
-                copy16_if(place, y + AHEAD * TILE, live && y_left > AHEAD);
+                copy16_if(live && y_left > AHEAD, place, y + AHEAD * TILE);
                 y += TILE;
                 y_left--;
                 if (!ONE) {
@@ -235,7 +209,7 @@ template <bool ONE, bool VECTORS> DEVICE void even_run(const Run& run, u32 ring,
                 }
                 group = 0;
             }
-            commit();
+            end_group();
             if (--left == 0) return;
         }
     }

@@ -46,11 +46,7 @@ DEVICE uint4 weights16(u64 p) {
                  : "l"(p));
     return v;
 }
-DEVICE uint2 weights8(u64 p) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
+
 DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE u64 from_lane(u64 value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(~0u, value, lane); }

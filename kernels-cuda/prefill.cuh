@@ -1,40 +1,10 @@
-// What the prefill kernels for sm_90 share: copies to shared memory that run beside the work, and the batch's tiles as
-// runs of one slot.
+// What the prefill kernels for sm_90 share: barriers of copies and work, and the batch's tiles as runs of one slot.
 #pragma once
-#include "sm90.cuh"
+#include "copies.cuh"
 
 // Tiles that a block has at hand at a time; the next ones are looked up when these are done.
 constexpr u32 WINDOW = 256;
 static_assert(SGMV_TILE_ROWS == 16, "a tile is a product's 16 rows");
-
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// 16 bytes from global to shared memory, the first `count` of them read and the others zero.
-DEVICE void copy16(u32 to, const void* from, u32 count) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
-}
-// The same of 16 bytes, where `is` isn't 0.
-DEVICE void copy16_if(u32 is, u32 to, const void* from) {
-    asm volatile("{.reg .pred is; setp.ne.u32 is, %0, 0; @is cp.async.cg.shared.global.L2::128B [%1], [%2], 16;}" ::"r"(is),
-                 "r"(to), "l"(from)
-                 : "memory");
-}
-DEVICE void store16_if(u32 is, void* to, const uint4& v) {
-    asm volatile("{.reg .pred is; setp.ne.u32 is, %0, 0; @is st.global.v4.u32 [%1], {%2, %3, %4, %5};}" ::"r"(is), "l"(to),
-                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-DEVICE uint4 read16(u32 from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
-}
-DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// This thread's groups of copies have come, but the last `pending`.
-template <u32 pending> DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
 
 // Barriers in shared memory, for threads that meet without all waiting.
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
