@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
                 w[i][h] = make_uint4(0, 0, 0, 0);
                 if (g + h * 8 >= s.ranks || left == 0) continue;
                 const u64 here = from + i * STRIP * 2 + h * eight;
-                w[i][h] = some8(reinterpret_cast<const u16*>(here), left);
+                w[i][h] = left >= 8 ? weights16(here) : some8(reinterpret_cast<const u16*>(here), left);
             }
     };
     // This lane's row of x, and this thread's of z at rank `threadIdx.x % RANKS`; null: there is none.
@@ -102,8 +102,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
         }
 #pragma unroll
         for (u32 i = 0; i < STRIPS; i++) {
-            const u32 left = saturating(p.in_features, k + column + i * STRIP);
-            v[i] = some8(x_from + k + i * STRIP, x_from ? left : 0);
+            const u32 left = x_from ? saturating(p.in_features, k + column + i * STRIP) : 0;
+            const u16* from = x_from + k + i * STRIP;
+            v[i] = x_wide && left >= 8 ? shared_cache(from) : some8(from, left);
         }
     };
     u32 buffer = 0;
