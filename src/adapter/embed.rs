@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::base_modules::is_input;
+use super::base_modules::{is_head, is_input};
 use super::config::TokenIndices;
 use super::header::TensorInfo;
 use super::json::excerpt;
@@ -82,7 +82,7 @@ impl Reading<'_> {
             Some(TokenIndices::ByModule(indices)) => indices
                 .keys()
                 .find(|key| {
-                    let tied = is_head_name(key) && trained.iter().any(|module| is_input(module));
+                    let tied = is_head(key) && trained.iter().any(|module| is_input(module));
                     !tied && !trained.iter().any(|module| names(key, module))
                 })
                 .map(String::as_str),
@@ -140,7 +140,7 @@ impl Reading<'_> {
         paths: &HashMap<&str, String>,
         pairs: &[HostPair],
     ) -> Loaded<Vec<RawTokens>> {
-        let head_has_rows = tables.iter().any(|(module, parts)| is_head_name(module) && parts.rows.is_some());
+        let head_has_rows = tables.iter().any(|(module, parts)| is_head(module) && parts.rows.is_some());
         let mut raw = Vec::with_capacity(tables.len());
         for (module, parts) in tables {
             let path = &paths[module];
@@ -222,8 +222,4 @@ fn replaced(tokens: &HostTokens) -> String {
     };
     let (count, of) = (tokens.ids.len(), tokens.vocabulary);
     format!("replaces {count} of {of} rows of {}: {}{more}", tokens.site.path, ids.join(", "))
-}
-
-fn is_head_name(module: &str) -> bool {
-    super::base_modules::is_head(module)
 }

@@ -1,18 +1,16 @@
 //! Encodes the launches that add each row's own delta to the outputs of some sites.
 
 use super::Matrix;
-use super::draft::{Bindings, Draft, launch};
+use super::draft::{Bindings, Draft, PairPipelines, launch};
 use super::join::{At, Joined, join};
+use super::scratch::Scratch;
 use super::tokens::TokenPipelines;
-use crate::backend::{Encoder, GpuBackend, Pipeline};
-use crate::contract::{Kernel, MAX_SITES, Params, SiteParams, Spec, z_bytes};
+use crate::backend::{Encoder, GpuBackend};
+use crate::contract::{MAX_SITES, Params, SiteParams, Spec};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::pool::{Capacity, Part, Plan, Pool, SiteKind, Window};
-
-/// Largest rank-space scratch that [`Applier::new`] asks for; more rows are taken in turns.
-const SCRATCH: u64 = 64 << 20;
 
 /// Which kernels apply the adapters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -50,14 +48,10 @@ pub struct Output<'a> {
 #[derive(Debug)]
 pub struct Applier {
     pub(super) spec: Spec,
-    shrink: [Pipeline; 2],
-    pub(super) expand: [Pipeline; 2],
+    pub(super) pairs: PairPipelines,
     pub(super) tokens: TokenPipelines,
     pub(super) batch: Region,
-    pub(super) z: Region,
-    /// Bytes of `z` that whole sums may take; the rest is for sums in parts.
-    scratch: u64,
-    z_parts: u32,
+    scratch: Scratch,
     capacity: Capacity,
     pub(super) bindings: Bindings,
 }
@@ -78,9 +72,8 @@ impl Applier {
     /// # Errors
     /// The backend's.
     pub fn new(backend: &dyn GpuBackend, pool: &Pool, act: DType, capacity: Capacity) -> Result<Self> {
-        let row = MAX_SITES as u64 * u64::from(pool.layout().max_rank()) * 4;
-        let wanted = (u64::from(capacity.rows.max(1)) * row).min(SCRATCH.max(row));
-        Self::with_scratch(backend, pool, act, capacity, wanted)
+        let bytes = Scratch::bytes(capacity.rows, 1, pool.layout().max_rank());
+        Self::with_scratch(backend, pool, act, capacity, bytes)
     }
 
     /// The same with `scratch` bytes for rank-space values: `MAX_SITES * max_rank * 4` bytes let a row
@@ -95,29 +88,16 @@ impl Applier {
         capacity: Capacity,
         scratch: u64,
     ) -> Result<Self> {
-        let caps = backend.caps();
-        let row = MAX_SITES as u64 * u64::from(pool.layout().max_rank()) * 4;
-        let scratch = scratch.min(caps.max_binding).min(caps.max_alloc) / 16 * 16;
-        if scratch < row {
-            return Err(Error::Limit { what: "scratch for one row in bytes", found: row, limit: scratch, hint: "" });
-        }
-        // As many rows in parts as whole, but no more scratch for them than whole ones may have.
-        let max_rank = pool.layout().max_rank();
-        let in_parts = |rows| z_bytes(rows, MAX_SITES as u64, max_rank, caps.z_parts);
-        let parts = in_parts(scratch / row).min(SCRATCH.max(in_parts(1))).min(caps.max_alloc) / 16 * 16;
+        let scratch = Scratch::new(backend, pool.layout().max_rank(), scratch, "rank-space scratch")?;
         let spec = Spec { act, weight: pool.layout().dtype() };
-        let load = |kernel| backend.load(kernel, spec);
         Ok(Self {
             spec,
-            shrink: [load(Kernel::BgmvShrink)?, load(Kernel::SgmvShrink)?],
-            expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
+            pairs: PairPipelines::new(backend, spec)?,
             tokens: TokenPipelines::new(backend, pool, spec)?,
             batch: backend.alloc(capacity.bytes().max(16), "batch")?,
-            z: backend.alloc(scratch.max(parts), "rank-space scratch")?,
             scratch,
-            z_parts: caps.z_parts,
             capacity,
-            bindings: Bindings::of(caps),
+            bindings: Bindings::of(backend.caps()),
         })
     }
 
@@ -166,8 +146,7 @@ impl Applier {
         }
         outputs.chunks(MAX_SITES).try_for_each(|outputs| {
             let group = self.group(pool, capacity.rows, x, outputs)?;
-            let z_parts = if op == Op::Bgmv { self.z_parts } else { 0 };
-            let step = self.rows_at_once(pool, &group, z_parts)?;
+            let step = self.rows_at_once(pool, &group, self.scratch.parts(op))?;
             (0..capacity.rows).step_by(step as usize).try_for_each(|first| {
                 let rows = step.min(capacity.rows - first);
                 self.encode_rows(encoder, pool, op, capacity, &group, first, rows)
@@ -228,11 +207,7 @@ impl Applier {
     pub(super) fn rows_at_once(&self, pool: &Pool, group: &Group<'_>, z_parts: u32) -> Result<u32> {
         let x = group.x.map(|x| (x, group.in_features));
         let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(x);
-        let (sites, max_rank) = (group.sites.len() as u64, pool.layout().max_rank());
-        let mut rows = self.scratch / (sites * u64::from(max_rank) * 4);
-        if z_parts > 0 {
-            rows = rows.min(self.z.len() / z_bytes(1, sites, max_rank, z_parts));
-        }
+        let rows = self.scratch.rows(group.sites.len() as u64, pool.layout().max_rank(), z_parts);
         let rows = self.bindings.rows(matrices, self.spec.act, rows)?;
         Ok(rows.min(u64::from(u32::MAX)) as u32)
     }
@@ -262,7 +237,7 @@ impl Applier {
             tiles_at: capacity.tiles_at(),
             tiles: if op == Op::Sgmv { capacity.tiles } else { 0 },
             packs_at: if op == Op::Bgmv { capacity.packs_at() } else { 0 },
-            z_parts: if op == Op::Bgmv { self.z_parts } else { 0 },
+            z_parts: self.scratch.parts(op),
             ..Params::default()
         };
         let batch = self.batch.slice(0, capacity.bytes())?;
@@ -272,8 +247,7 @@ impl Applier {
                 .iter()
                 .map(|window| self.draft(pool, group, part, window, &batch, common))
                 .collect::<Result<_>>()?;
-            let pipelines = if part == Part::A { &self.shrink } else { &self.expand };
-            launch(encoder, &pipelines[op as usize], &drafts)?;
+            launch(encoder, self.pairs.of(part, op), &drafts)?;
         }
         Ok(())
     }
@@ -294,7 +268,7 @@ impl Applier {
         if let (Part::A, Some(x)) = (part, group.x) {
             operands.push(x.rows(params.row_first, params.rows, group.in_features, act)?);
         }
-        operands.push(self.z.clone());
+        operands.push(self.scratch.region().clone());
         params.slot_first = window.slots.start;
         params.slot_count = window.slots.end - window.slots.start;
         params.sites = window.sites.len() as u32;

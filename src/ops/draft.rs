@@ -1,11 +1,12 @@
-//! Launches to be, and how many rows one of them can take.
+//! Launches to be, their kernels, and how many rows one of them can take.
 
-use super::Matrix;
-use crate::backend::{Caps, Encoder, Launch, Pipeline};
-use crate::contract::Params;
+use super::{Matrix, Op};
+use crate::backend::{Caps, Encoder, GpuBackend, Launch, Pipeline};
+use crate::contract::{Kernel, Params, Spec};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
+use crate::pool::Part;
 
 /// Operands and parameters of a launch to be.
 pub(super) type Draft = (Vec<Region>, Params);
@@ -15,6 +16,33 @@ pub(super) fn launch(encoder: &mut dyn Encoder, pipeline: &Pipeline, drafts: &[D
     let launches: Vec<Launch<'_>> =
         drafts.iter().map(|(operands, params)| Launch::new(pipeline, operands, *params)).collect::<Result<_>>()?;
     encoder.launch(&launches)
+}
+
+/// Shrink and expand of both ops.
+#[derive(Debug)]
+pub(super) struct PairPipelines {
+    shrink: [Pipeline; 2],
+    expand: [Pipeline; 2],
+}
+
+impl PairPipelines {
+    /// Compiles them.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn new(backend: &dyn GpuBackend, spec: Spec) -> Result<Self> {
+        let load = |kernel| backend.load(kernel, spec);
+        Ok(Self {
+            shrink: [load(Kernel::BgmvShrink)?, load(Kernel::SgmvShrink)?],
+            expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
+        })
+    }
+
+    /// The kernel of `op` that reads `part` of a pair.
+    pub fn of(&self, part: Part, op: Op) -> &Pipeline {
+        let pipelines = if part == Part::A { &self.shrink } else { &self.expand };
+        &pipelines[op as usize]
+    }
 }
 
 /// What a device lets one launch bind.

@@ -5,20 +5,18 @@
 //! [`ExpertApplier::encode`] adds deltas at any of the layer's linears, gate and up before the activation, down before the
 //! weighted sum. Nothing of it depends on the routing, so a captured graph serves any.
 
-use super::draft::{Bindings, Draft, launch};
+use super::draft::{Bindings, Draft, PairPipelines, launch};
 use super::join::join;
+use super::scratch::Scratch;
 use super::{Applier, Matrix, Op, Output};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{
-    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec, Tile, z_bytes,
+    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec, Tile,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::pool::{Capacity, ExpertPool, ExpertWindow, Part};
-
-/// Largest rank-space scratch; more rows are taken in turns.
-const SCRATCH: u64 = 64 << 20;
 
 /// Which expert each row has, as u32 in device memory.
 #[derive(Clone, Copy, Debug)]
@@ -59,14 +57,10 @@ pub enum ExpertInput<'a> {
 #[derive(Debug)]
 pub struct ExpertApplier {
     spec: Spec,
-    shrink: [Pipeline; 2],
-    expand: [Pipeline; 2],
+    pairs: PairPipelines,
     rows: Pipeline,
     batch: Region,
-    z: Region,
-    /// Bytes of `z` that whole sums may take; the rest is for sums in parts.
-    scratch: u64,
-    z_parts: u32,
+    scratch: Scratch,
     capacity: u32,
     bindings: Bindings,
 }
@@ -104,9 +98,8 @@ impl ExpertApplier {
     /// # Errors
     /// The backend's; [`Error::Limit`] for more rows than a batch counts.
     pub fn new(backend: &dyn GpuBackend, pool: &ExpertPool, act: DType, rows: u32) -> Result<Self> {
-        let row = MAX_SITES as u64 * u64::from(pool.spec().max_rank) * 4;
-        let tile = u64::from(SGMV_TILE_ROWS) * row;
-        Self::with_scratch(backend, pool, act, rows, (u64::from(rows.max(1)) * row).min(SCRATCH.max(tile)))
+        let bytes = Scratch::bytes(rows, SGMV_TILE_ROWS, pool.spec().max_rank);
+        Self::with_scratch(backend, pool, act, rows, bytes)
     }
 
     /// The same with `scratch` bytes for rank-space values: `MAX_SITES * max_rank * 4` for each row that passes at a time;
@@ -121,33 +114,21 @@ impl ExpertApplier {
         rows: u32,
         scratch: u64,
     ) -> Result<Self> {
-        let caps = backend.caps();
-        let row = MAX_SITES as u64 * u64::from(pool.spec().max_rank) * 4;
-        let scratch = scratch.min(caps.max_binding).min(caps.max_alloc) / 16 * 16;
-        if scratch < row {
-            return Err(Error::Limit { what: "scratch for one row in bytes", found: row, limit: scratch, hint: "" });
-        }
-        // As many rows in parts as whole, but no more scratch for them than whole ones may have.
-        let in_parts = |rows| z_bytes(rows, MAX_SITES as u64, pool.spec().max_rank, caps.z_parts);
-        let parts = in_parts(scratch / row).min(SCRATCH.max(in_parts(1))).min(caps.max_alloc) / 16 * 16;
         let most = u32::MAX / 8;
         if rows > most {
             let (found, limit) = (rows.into(), most.into());
             return Err(Error::Limit { what: "rows of a routed layer", found, limit, hint: "" });
         }
+        let scratch = Scratch::new(backend, pool.spec().max_rank, scratch, "rank-space scratch of experts")?;
         let spec = Spec { act, weight: pool.dtype() };
-        let load = |kernel| backend.load(kernel, spec);
         Ok(Self {
             spec,
-            shrink: [load(Kernel::BgmvShrink)?, load(Kernel::SgmvShrink)?],
-            expand: [load(Kernel::BgmvExpand)?, load(Kernel::SgmvExpand)?],
-            rows: load(Kernel::ExpertRows)?,
+            pairs: PairPipelines::new(backend, spec)?,
+            rows: backend.load(Kernel::ExpertRows, spec)?,
             batch: backend.alloc((Places::of(rows).words * 4).max(16), "batch of experts")?,
-            z: backend.alloc(scratch.max(parts), "rank-space scratch of experts")?,
             scratch,
-            z_parts: caps.z_parts,
             capacity: rows,
-            bindings: Bindings::of(caps),
+            bindings: Bindings::of(backend.caps()),
         })
     }
 
@@ -295,11 +276,7 @@ impl ExpertApplier {
     fn rows_at_once(&self, pool: &ExpertPool, op: Op, rows: u32, group: &Group<'_>) -> Result<u32> {
         let own_x = (group.tokens == 0).then_some((group.x, group.in_features));
         let matrices = group.joined.iter().map(|j| (&j.matrix, j.width)).chain(own_x);
-        let (sites, max_rank) = (group.sites.len() as u64, pool.spec().max_rank);
-        let mut scratch = self.scratch / (sites * u64::from(max_rank) * 4);
-        if op == Op::Bgmv && self.z_parts > 0 {
-            scratch = scratch.min(self.z.len() / z_bytes(1, sites, max_rank, self.z_parts));
-        }
+        let scratch = self.scratch.rows(group.sites.len() as u64, pool.spec().max_rank, self.scratch.parts(op));
         let fit = self.bindings.rows(matrices, self.spec.act, scratch.min(rows.into()))? as u32;
         match op {
             Op::Sgmv if fit < rows && fit >= SGMV_TILE_ROWS => Ok(fit / SGMV_TILE_ROWS * SGMV_TILE_ROWS),
@@ -334,7 +311,7 @@ impl ExpertApplier {
             tiles: if op == Op::Sgmv { first + rows - tile } else { 0 },
             x_rows_at: if group.tokens == 0 { 0 } else { places.x_rows_at },
             x_rows: group.tokens,
-            z_parts: if op == Op::Bgmv { self.z_parts } else { 0 },
+            z_parts: self.scratch.parts(op),
             ..Params::default()
         };
         let batch = self.batch.slice(0, places.words * 4)?;
@@ -344,8 +321,7 @@ impl ExpertApplier {
                 .iter()
                 .map(|window| self.draft(pool, group, part, window, &batch, common))
                 .collect::<Result<_>>()?;
-            let pipelines = if part == Part::A { &self.shrink } else { &self.expand };
-            launch(encoder, &pipelines[op as usize], &drafts)?;
+            launch(encoder, self.pairs.of(part, op), &drafts)?;
         }
         Ok(())
     }
@@ -366,7 +342,7 @@ impl ExpertApplier {
             let (first, rows) = if group.tokens == 0 { (params.row_first, params.rows) } else { (0, group.tokens) };
             operands.push(group.x.rows(first, rows, group.in_features, act)?);
         }
-        operands.push(self.z.clone());
+        operands.push(self.scratch.region().clone());
         let stride = pool.slot_stride();
         params.slot_first = window.slots.start * stride;
         params.slot_count = ((window.slots.end - window.slots.start) * stride).min(params.slots - params.slot_first);

@@ -13,6 +13,7 @@ mod draft;
 mod experts;
 mod join;
 mod matrix;
+mod scratch;
 mod tokens;
 
 pub use applier::{Applier, Op, Output};

@@ -106,7 +106,7 @@ impl Applier {
                     let ids = ids.slice(u64::from(first) * 4, u64::from(rows) * 4)?;
                     drafts.iter_mut().for_each(|(operands, _)| operands.insert(3, ids.clone()));
                 }
-                let pipeline = if part == Part::A { embed } else { &self.expand[op as usize] };
+                let pipeline = if part == Part::A { embed } else { self.pairs.of(part, op) };
                 launch(encoder, pipeline, &drafts)?;
             }
         }

@@ -131,6 +131,10 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
         };
     }
     let multiprocessors = u64::from(room.multiprocessors);
+    // Pieces of so many outputs that all sites have together.
+    let pieces = |outputs: u32| -> u64 {
+        params.site[..params.sites as usize].iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum()
+    };
     let groups = match kernel {
         Kernel::BgmvShrink => {
             let of_pack = u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites);
@@ -139,9 +143,7 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
             [items.min(beside * multiprocessors) as u32, 1, 1]
         }
         Kernel::BgmvExpand => {
-            let sites = &params.site[..params.sites as usize];
-            let of_pack: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(TILE_OUTPUTS))).sum();
-            let tiles = u64::from(params.tiles) * of_pack;
+            let tiles = u64::from(params.tiles) * pieces(TILE_OUTPUTS);
             [tiles.div_ceil(BLOCK_TILES).min(multiprocessors) as u32, 1, 1]
         }
         // As many clusters as fit at once, or as there can be works: runs of one slot are cut into works.
@@ -151,10 +153,7 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
             [works.min((room.multiprocessors * SHRINKS_RESIDENT / CLUSTER).max(1)) * CLUSTER, 1, 1]
         }
         Kernel::SgmvExpand => {
-            let (outputs, _) = prefill_block(params.max_rank);
-            let sites = &params.site[..params.sites as usize];
-            let blocks: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum();
-            let items = u64::from(params.tiles) * blocks;
+            let items = u64::from(params.tiles) * pieces(prefill_block(params.max_rank).0);
             [items.min((room.multiprocessors * EXPANDS_RESIDENT).into()) as u32, 1, 1]
         }
         Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits | Kernel::ExpertRows => {
