@@ -99,38 +99,26 @@ struct Pair {
     u64 vectors;
 };
 
-// What the tables say of a slot at a site, unchecked.
-struct PairWords {
-    u32 low, high, rank, scale;
-};
-
-// Reads a slot's words, all at once: the chain from a slot to its weights is what a launch of few rows waits for. A slot
-// outside the window has none.
-DEVICE PairWords pair_words(const Params& p, const SiteParams& site, const u32* tables, int slot) {
-    if (slot < 0 || (u32)slot < p.slot_first || (u32)slot - p.slot_first >= p.slot_count) return {0, 0, 0, 0};
-    const u32* words = tables + (site.cells + 2ull * (u32)slot);
-    return {words[0], words[1], tables[(u64)site.ranks + (u32)slot], tables[(u64)site.scales + (u32)slot]};
-}
-
-// What they mean. Table contents are not trusted: a slot outside the window, a matrix outside the weights operand or off
-// its alignment, and a rank above max_rank count as "no delta".
-DEVICE Pair pair_of(const Params& p, const SiteParams& site, const PairWords& words) {
+// Looks a slot up. Table contents are not trusted: a slot outside the window, a matrix outside the weights
+// operand or off its alignment, and a rank above max_rank count as "no delta".
+DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
     Pair none = {0, 0, 0.0f, 0};
-    const u64 cell = (u64)words.high << 32 | words.low;
+    if (slot < 0 || (u32)slot < p.slot_first || (u32)slot - p.slot_first >= p.slot_count) return none;
+    // All loads at once: the chain from a slot to its weights is what a launch of few rows waits for.
+    const u32* words = tables + (site.cells + 2ull * (u32)slot);
+    const u32 low = words[0], high = words[1], word = tables[(u64)site.ranks + (u32)slot];
+    const float scale = __uint_as_float(tables[(u64)site.scales + (u32)slot]);
+    const u64 cell = (u64)high << 32 | low;
     const u64 weights = (u64)p.weights_hi << 32 | p.weights_lo;
     const u64 len = (u64)p.weights_len_hi << 32 | p.weights_len_lo;
     const u64 span = 4ull * site.span;
     if (cell == 0 || (cell & 15) != 0 || cell < weights) return none;
     const u64 offset = cell - weights;
     if (offset > len || len - offset < span) return none;
-    const u32 rank = words.rank & RANK_MASK;
+    const u32 rank = word & RANK_MASK;
     if (rank == 0 || rank > p.max_rank) return none;
-    Pair pair = {offset, rank, __uint_as_float(words.scale), words.rank & RANK_VECTORS};
+    Pair pair = {offset, rank, scale, word & RANK_VECTORS};
     return pair;
-}
-
-DEVICE Pair pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
-    return pair_of(p, site, pair_words(p, site, tables, slot));
 }
 
 DEVICE u64 vector_len(const SiteParams& site) {
@@ -138,17 +126,14 @@ DEVICE u64 vector_len(const SiteParams& site) {
 }
 
 // The same for an expand, whose matrix may have vectors behind it: if so, they must lie in the span too.
-template <class Bits> DEVICE Pair expand_pair_of(const Params& p, const SiteParams& site, const PairWords& words) {
-    Pair pair = pair_of(p, site, words);
+template <class Bits> DEVICE Pair expand_pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
+    Pair pair = pair_of(p, site, tables, slot);
     if (pair.vectors) {
         const u64 matrix = (u64)site.out_features * p.b_stride * sizeof(Bits);
         if (matrix + 2 * vector_len(site) * sizeof(float) > 4ull * site.span) pair.rank = 0;
         pair.vectors = pair.offset + matrix;
     }
     return pair;
-}
-template <class Bits> DEVICE Pair expand_pair_of(const Params& p, const SiteParams& site, const u32* tables, int slot) {
-    return expand_pair_of<Bits>(p, site, pair_words(p, site, tables, slot));
 }
 
 // A pair's gains from output `n` on, with the offsets vector_len behind them; null: the pair has none.
