@@ -84,11 +84,6 @@ DEVICE void multiply(float (&sum)[4][4], const Sides& z, const uint2 (&w)[4]) {
     for (u32 j = 0; j < 4; j++) mma(sum[j], z.upper.x, z.upper.y, z.upper.z, z.upper.w, w[j].x, w[j].y);
 }
 
-DEVICE void clear(float (&sum)[4][4]) {
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0.0f;
-}
-
 DEVICE uint4 plain8(const uint4& y, float scale, const float (&sum)[4][4]) {
     const u32 word[4] = {y.x, y.y, y.z, y.w};
     u32 done[4];
@@ -248,14 +243,8 @@ DEVICE void odd_run(const Run& run, u32 z_kept, bool waited) {
         if (left == 0) continue;
         const uint4 done = run.gains ? shaped8(run, n, left, before, sum)
                                      : plain8(before, __fmul_rn(run.site_scale, run.row_scale), sum);
-        if (run.wide) {
-            *reinterpret_cast<uint4*>(y) = done;
-            continue;
-        }
-        const u32 words[4] = {done.x, done.y, done.z, done.w};
-#pragma unroll
-        for (u32 i = 0; i < 8; i++)
-            if (i < left) y[i] = (u16)(words[i / 2] >> (i % 2 * 16));
+        if (run.wide) *reinterpret_cast<uint4*>(y) = done;
+        else keep_some8(y, left, done);
     }
 }
 

@@ -257,8 +257,7 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
     // The sums of a step; `parts`: z's, where they are kept.
     __device__ __forceinline__ void sums(const Run& run, u32 rank_chunks, const Mine& own, u32 b, u32 step, Parts& parts,
                                          float (&sum)[4][4]) const {
-#pragma unroll
-        for (u32 m = 0; m < 4; m++) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.0f;
+        clear(sum);
         if (CHUNKS) {
 #pragma unroll
             for (u32 c = 0; c < HELD; c++)
@@ -289,10 +288,7 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
                 u16* const to = own.y + (h * 8ull * run.y_stride + n);
                 const uint4 v = expand8(p.site[run.site], some8(to, count), run.scale, own.scale[h], sum, 2 * h, run.gains,
                                         run.first + n + lane % 4 * 8);
-                const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (u32 e = 0; e < 8; e++)
-                    if (e < count) to[e] = (u16)(words[e / 2] >> (e % 2 * 16));
+                keep_some8(to, count, v);
             }
         }
     }

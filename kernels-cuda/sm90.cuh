@@ -21,6 +21,19 @@ DEVICE uint4 some8(const u16* p, u32 count) {
     return make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16);
 }
 
+// Writes the first `count` of eight elements.
+DEVICE void keep_some8(u16* p, u32 count, const uint4& v) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++)
+        if (i < count) p[i] = (u16)(words[i / 2] >> (i % 2 * 16));
+}
+
+DEVICE void clear(float (&sum)[4][4]) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.0f;
+}
+
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
 
 // Two floats rounded to bf16, side by side.
