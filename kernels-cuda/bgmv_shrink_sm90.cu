@@ -91,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
         if (row != NO_ROW) row = x_row(p, batch, row);
         x_from = row == NO_ROW ? nullptr : x + ((u64)row * p.x_stride + column);
         const u32 own = row_of(p, batch, pack, threadIdx.x / RANKS % PACK_ROWS);
-        z_to = threadIdx.x >= RANKS * PACK_ROWS || own == NO_ROW ? nullptr : z + (own * strides.row + threadIdx.x % RANKS);
+        z_to = threadIdx.x >= RANKS * PACK_ROWS || own == NO_ROW ? nullptr
+                                                                 : z + (own * strides.row + place_of_rank(threadIdx.x % RANKS));
     };
     uint4 v[STRIPS];
     auto load_x = [&](u32 k) {

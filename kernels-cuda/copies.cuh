@@ -27,6 +27,24 @@ DEVICE uint4 read16(u32 from) {
                  : "memory");
     return v;
 }
+// Four 8x8 matrices of 2-byte elements; each lane points to a row of one.
+DEVICE void load_matrices(u32 from, u32 (&m)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(from)
+                 : "memory");
+}
+DEVICE uint2 read8(u32 from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+    return v;
+}
+DEVICE void write16(u32 to, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void write8(u32 to, const uint2& v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
+}
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // This thread's groups of copies have come, but the last `pending`.
 template <u32 pending> DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }

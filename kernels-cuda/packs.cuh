@@ -17,7 +17,9 @@ constexpr u32 STEP = STRIP * STRIPS * WARPS;
 DEVICE u32 part_steps_of(u32 in_features) { return div_ceil(div_ceil(in_features, STEP), Z_PARTS); }
 DEVICE u32 parts_of(u32 in_features) { return div_ceil(in_features, STEP * part_steps_of(in_features)); }
 
-// z[part][row][site][rank], ranks in whole groups.
+// z[part][row][site][rank], ranks in whole groups; of a group, ranks 2q, 2q + 1, 2q + 8 and 2q + 9 lie together, as a lane of the
+// expand multiplies them.
+DEVICE u32 place_of_rank(u32 rank) { return rank / 2 % 4 * 4 + rank / 8 * 2 + rank % 2; }
 struct ZStrides {
     u32 site;
     u64 row, part;
@@ -31,6 +33,14 @@ DEVICE ZStrides z_strides(const Params& p) {
 DEVICE float4 shared_cache(const float* p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+    return v;
+}
+// The same where `is`, else zeros.
+DEVICE float4 shared_cache_if(bool is, const float* p) {
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    asm volatile("{.reg .pred is; setp.ne.u32 is, %5, 0; @is ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];}"
+                 : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+                 : "l"(p), "r"((u32)is));
     return v;
 }
 DEVICE uint4 shared_cache(const u16* p) {
@@ -54,6 +64,9 @@ DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(~0u, value, l
 // The slot of a pack; without packs each row of the launch is one by itself.
 DEVICE int slot_of(const Params& p, const u32* batch, u32 pack) {
     return (int)(p.packs_at ? batch[p.packs_at + (u64)PACK_WORDS * pack] : batch[2 * ((u64)p.row_first + pack)]);
+}
+DEVICE u32 rows_of(const Params& p, const u32* batch, u32 pack) {
+    return p.packs_at ? batch[p.packs_at + (u64)PACK_WORDS * pack + 1] : 1;
 }
 // The pack's row of place `i`, counted in the launch; NO_ROW: there is none.
 DEVICE u32 row_of(const Params& p, const u32* batch, u32 pack, u32 i) {

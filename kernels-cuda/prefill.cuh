@@ -25,14 +25,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Four 8x8 matrices of 2-byte elements, 512 bytes in a row, each lane's address being of its own 16.
-DEVICE void load_matrices(u32 from, u32 (&m)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(from)
-                 : "memory");
-}
-
 // The tiles of a window, in shared memory.
 struct Tiles {
     // First row (in the batch), rows (0: nothing to do) and slot of each.

@@ -32,12 +32,12 @@ const STEP_COLUMNS: u32 = 1024;
 /// for the next launch beside it.
 const BUSY: u64 = 8;
 /// Outputs of a tile of the decode expand, and tiles for which it starts a block.
-const TILE_OUTPUTS: u32 = 32;
-const BLOCK_TILES: u64 = 4;
-/// Bytes of shared memory of a warp's ring in the decode expand: 6 units of 32 outputs by 16 ranks, and 8 rows of y for each.
-const RING: u32 = 6 * (TILE_OUTPUTS * RANKS * 2 + 8 * TILE_OUTPUTS * 2);
+const TILE_OUTPUTS: u32 = 64;
+const BLOCK_TILES: u64 = 2;
+/// Bytes of shared memory of a warp's ring in the decode expand: 3 units of 64 outputs by 16 ranks, and 8 rows of y for each.
+const RING: u32 = 3 * (TILE_OUTPUTS * RANKS * 2 + 8 * TILE_OUTPUTS * 2);
 /// Bytes of 16 ranks of z that a warp keeps there.
-const KEPT: u32 = 32 * 32;
+const KEPT: u32 = 32 * 24;
 /// Percentage of a multiprocessor's memory that the decode kernels have shared. One for both: a change between two launches would
 /// keep the second from starting beside the first. The rest is first-level cache, through which the shrink's weights come.
 const CARVEOUT: i32 = 44;
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decode_expand_has_a_block_for_each_4_tiles_and_keeps_z_by_the_largest_rank() {
+    fn a_decode_expand_has_a_block_for_each_2_tiles_and_keeps_z_by_the_largest_rank() {
         assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [33, 1, 1]);
         assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 5), [132, 1, 1]);
         let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - WARPS * RING;
