@@ -22,12 +22,12 @@ struct Step {
 };
 constexpr u32 LIST = 32;
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(SHRINK_WARPS * 32, 2)
     lorapool_bgmv_shrink_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
                                    const unsigned char* __restrict__ weights, const u16* x, float* z,
                                    const __grid_constant__ Params p) {
-    __shared__ float memory[2][WARPS][PACK_ROWS * PITCH];
-    __shared__ Step lists[WARPS][LIST];
+    __shared__ float memory[2][SHRINK_WARPS][PACK_ROWS * PITCH];
+    __shared__ Step lists[SHRINK_WARPS][LIST];
     launch_next();
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const u32 chunks = div_ceil(p.max_rank, RANKS), parts = parts_of(p.in_features), steps = part_steps_of(p.in_features);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
             const float* from = memory[buffer][0] + threadIdx.x / RANKS * PITCH + threadIdx.x % RANKS;
             float total = from[0];
 #pragma unroll
-            for (u32 w = 1; w < WARPS; w++) total = __fadd_rn(total, from[w * PACK_ROWS * PITCH]);
+            for (u32 w = 1; w < SHRINK_WARPS; w++) total = __fadd_rn(total, from[w * PACK_ROWS * PITCH]);
             // A rank past the last one is none: 0 times infinity must not become part of a sum.
             *to = threadIdx.x % RANKS < ranks ? total : 0.0f;
         }
@@ -146,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
         load_a(list[0], even);
         if (count > 1) load_a(list[1], odds);
         find_rows(list[0].pack);
+        settle(x_from), settle(z_to);
         if (!waited) wait_for_last();
         waited = true;
         load_x(list[0].k);
@@ -153,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
         // One step, from weights that are then asked for anew; false: it was the last one.
         auto turn = [&](uint4 (&w)[STRIPS][2]) {
             multiply(w);
+            if (at + 2 < count) load_a(list[at + 2], w);
             const Step& now = list[at];
             float* const to = z_to ? z_to + now.z : nullptr;
             if (at + 1 < count) {
@@ -162,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2)
                 if (other || next.k != now.k) load_x(next.k);
             }
             if (now.last) finish(to, now.ranks);
-            if (at + 2 < count) load_a(list[at + 2], w);
             return ++at < count;
         };
         while (turn(even) && turn(odds)) {

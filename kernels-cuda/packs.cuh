@@ -6,14 +6,15 @@
 // Rows of a pack: the narrow side of a product.
 constexpr u32 PACK_ROWS = BGMV_PACK_ROWS;
 constexpr u32 PACK_WORDS = sizeof(Pack) / 4;
-constexpr u32 WARPS = 8;
-constexpr u32 BLOCK = WARPS * 32;
+// Warps of a block.
+constexpr u32 SHRINK_WARPS = 8;
+constexpr u32 EXPAND_WARPS = 4;
 
 // Columns that a warp takes at a time, and a block: a step. And the parts that a sum over all columns is left in: the expand adds
 // them up in order. By the columns alone: the order of a sum must not depend on anything else.
 constexpr u32 STRIP = 32;
 constexpr u32 STRIPS = 4;
-constexpr u32 STEP = STRIP * STRIPS * WARPS;
+constexpr u32 STEP = STRIP * STRIPS * SHRINK_WARPS;
 DEVICE u32 part_steps_of(u32 in_features) { return div_ceil(div_ceil(in_features, STEP), Z_PARTS); }
 DEVICE u32 parts_of(u32 in_features) { return div_ceil(in_features, STEP * part_steps_of(in_features)); }
 

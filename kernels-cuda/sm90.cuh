@@ -42,6 +42,11 @@ DEVICE void clear(float (&sum)[4][4]) {
     for (u32 i = 0; i < 4; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.0f;
 }
 
+// Has the value looked up by now, not when it is first used.
+DEVICE void settle(u32& value) { asm volatile("" : "+r"(value)); }
+DEVICE void settle(float& value) { asm volatile("" : "+f"(value)); }
+template <class T> DEVICE void settle(T*& value) { asm volatile("" : "+l"(value)); }
+
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
 
 // Two floats rounded to bf16, side by side.

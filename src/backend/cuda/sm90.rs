@@ -24,18 +24,19 @@ const EXPANDS_RESIDENT: u32 = 2;
 const PREFILL_OWN: u32 = 3_456;
 const PREFILL_PLACES: u32 = 2;
 
-/// Warps of a block of the decode kernels.
-const WARPS: u32 = 8;
+/// Warps of a block of the decode shrink, and of the decode expand.
+const SHRINK_WARPS: u32 = 8;
+const EXPAND_WARPS: u32 = 4;
 /// Columns that a block of the decode shrink takes at a time.
 const STEP_COLUMNS: u32 = 1024;
 /// Items of a block of the decode shrink from which on two blocks share a multiprocessor. Fewer end sooner in one, with room
 /// for the next launch beside it.
-const BUSY: u64 = 8;
-/// Outputs of a tile of the decode expand, and tiles for which it starts a block.
+const BUSY: u64 = 6;
+/// Outputs of a tile of the decode expand, and tiles of a multiprocessor from which on two blocks share it.
 const TILE_OUTPUTS: u32 = 64;
-const BLOCK_TILES: u64 = 2;
-/// Bytes of shared memory of a warp's ring in the decode expand: 3 units of 64 outputs by 16 ranks, and 8 rows of y for each.
-const RING: u32 = 3 * (TILE_OUTPUTS * RANKS * 2 + 8 * TILE_OUTPUTS * 2);
+const BUSY_TILES: u64 = 16;
+/// Bytes of shared memory of a warp's ring in the decode expand: 4 places of 2 KB of B and of 8 rows of a tile's y.
+const RING: u32 = 4 * (2048 + 8 * TILE_OUTPUTS * 2);
 /// Bytes of 16 ranks of z that a warp keeps there.
 const KEPT: u32 = 32 * 24;
 /// Percentage of a multiprocessor's memory that the decode kernels have shared. One for both: a change between two launches would
@@ -61,10 +62,10 @@ pub(super) struct Room {
 /// Threads of a block, and bytes of shared memory that it asks for.
 pub(super) fn block(kernel: Kernel, max_rank: u32, room: Room) -> (u32, u32) {
     match kernel {
-        Kernel::BgmvShrink => (WARPS * 32, 0),
+        Kernel::BgmvShrink => (SHRINK_WARPS * 32, 0),
         Kernel::BgmvExpand => {
             let each = RING + max_rank.div_ceil(RANKS) * KEPT;
-            let warps = WARPS.min(room.shared / each);
+            let warps = EXPAND_WARPS.min(room.shared / each);
             (warps * 32, warps * each)
         }
         Kernel::SgmvShrink => PREFILL_SHRINK,
@@ -144,7 +145,8 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
         }
         Kernel::BgmvExpand => {
             let tiles = u64::from(params.tiles) * pieces(TILE_OUTPUTS);
-            [tiles.div_ceil(BLOCK_TILES).min(multiprocessors) as u32, 1, 1]
+            let beside = if tiles > BUSY_TILES * multiprocessors { 2 } else { 1 };
+            [tiles.min(beside * multiprocessors) as u32, 1, 1]
         }
         // As many clusters as fit at once, or as there can be works: runs of one slot are cut into works.
         Kernel::SgmvShrink => {
@@ -279,16 +281,17 @@ mod tests {
             assert!(parts(columns) <= Z_PARTS);
         }
         assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 33), 3), [4 * 3 * 3, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 16), 8 * 33), [132, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 16), 8 * 33 + 1), [264, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 16), 198), [132, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvShrink, params(4096, 8, 16), 199), [264, 1, 1]);
     }
 
     #[test]
-    fn a_decode_expand_has_a_block_for_each_2_tiles_and_keeps_z_by_the_largest_rank() {
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [33, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 5), [132, 1, 1]);
-        let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - WARPS * RING;
-        assert_eq!([1, 16, 17, 64].map(kept), [1, 1, 2, 4].map(|groups| WARPS * groups * KEPT));
+    fn a_decode_expand_has_no_more_blocks_than_tiles_or_its_share_of_the_device_and_keeps_z_by_the_largest_rank() {
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [65, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 32), [132, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 33), [264, 1, 1]);
+        let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - EXPAND_WARPS * RING;
+        assert_eq!([1, 16, 17, 64].map(kept), [1, 1, 2, 4].map(|groups| EXPAND_WARPS * groups * KEPT));
     }
 
     #[test]
