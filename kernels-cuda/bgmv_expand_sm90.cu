@@ -138,6 +138,16 @@ template <u32 ROWS> struct Sums {
 #pragma unroll
         for (u32 m = 0; m < COUNT; m++) product(of[0][first + m], false, w[m], z.upper);
     }
+    // The same of eight ranks and all outputs, to nothing.
+    __device__ __forceinline__ void set(const Sides& z, const u32 (&w)[4][2]) {
+#pragma unroll
+        for (u32 m = 0; m < 4; m++) first_mma8(of[0][m], w[m][0], w[m][1], z.lower[0]);
+        if (ROWS == 2)
+#pragma unroll
+            for (u32 m = 0; m < 4; m++) first_mma8(of[ROWS - 1][m], w[m][0], w[m][1], z.middle[0]);
+#pragma unroll
+        for (u32 m = 0; m < 4; m++) mma8(of[0][m], w[m][0], w[m][1], z.upper[0]);
+    }
     DEVICE void product(float (&sum)[4], bool fresh, const u32 (&w)[4], const u32 (&z)[2]) {
         if (fresh) first_mma(sum, w[0], w[1], w[2], w[3], z[0], z[1]);
         else mma(sum, w[0], w[1], w[2], w[3], z[0], z[1]);
@@ -209,29 +219,33 @@ template <u32 ROWS, u32 PLACES> struct Stream {
     }
 };
 
-// Whole tiles, aligned rows, GROUPS of ranks that fill the rows of B: nearly all runs. ROWS: of a lane. Unless `waited`, waits
-// before it reads z and y. `ring`: this warp's.
+// Whole tiles, aligned rows, RANK ranks that fill the rows of B: nearly all runs. ROWS: of a lane. Unless `waited`, waits before it
+// reads z and y. `ring`: this warp's.
 //
-// B of a tile is 2 KB times GROUPS, all of it neighbours. A unit is, of each eight outputs, 256 bytes: that of outputs 8g.. lies in
-// the g-th 256 bytes of its place, in pieces of 16 bytes, of which those of 128 bytes change places by g: lines stay together, which
-// copies take in one go, and what is read at once lies in different banks.
-template <u32 ROWS, u32 GROUPS>
+// B of a tile is neighbours. A unit is, of each eight outputs, 256 bytes (all 128 of 8 ranks): that of outputs 8g.. lies in the g-th
+// part of its place, in pieces of 16 bytes, of which those of 128 bytes change places by g: lines stay together, which copies take in
+// one go, and what is read at once lies in different banks.
+template <u32 ROWS, u32 RANK>
 DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, bool waited) {
+    constexpr bool EIGHT = RANK == 8;
+    // Groups of ranks, products of a unit for each, copies of a unit.
+    constexpr u32 GROUPS = EIGHT ? 1 : RANK / RANKS, PRODUCTS = 4 / GROUPS, COPIES = EIGHT ? 2 : 4;
     static_assert(AHEAD % GROUPS == 0, "a turn of the loop is whole tiles");
-    // Of a unit.
-    constexpr u32 PRODUCTS = 4 / GROUPS;
     const u32 lane = threadIdx.x % 32;
     u32 left = (run.end - run.first) * GROUPS;
-    u64 ask = run.b + ((u64)run.first * GROUPS * UNIT + lane / 16 * (256 * GROUPS) + lane % 16 * 16);
-    u32 to[4];
+    u64 ask = run.b + ((u64)run.first * (TILE * RANK * 2) + lane / 16 * (256 * GROUPS) + lane % 16 * 16);
+    u32 to[COPIES];
 #pragma unroll
-    for (u32 n = 0; n < 4; n++) to[n] = ring + n * 512 + lane / 8 * 128 + (lane % 8 ^ (n * 2 + lane / 16)) * 16;
+    for (u32 n = 0; n < COPIES; n++) {
+        const u32 eight = EIGHT ? n * 4 + lane / 8 : n * 2 + lane / 16;
+        to[n] = ring + n * 512 + lane / 8 * 128 + (lane % 8 ^ eight) * 16;
+    }
     // The unit that is the tile's i-th, to a place.
     auto ask_b = [&](u32 i, u32 place) {
 #pragma unroll
-        for (u32 n = 0; n < 4; n++)
+        for (u32 n = 0; n < COPIES; n++)
             copy16(to[n] + place * UNIT, reinterpret_cast<const void*>(ask + (n * 512 * GROUPS + i * 256)), 16);
-        if (i + 1 == GROUPS) ask += GROUPS * UNIT;
+        if (i + 1 == GROUPS) ask += TILE * RANK * 2;
     };
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++)
@@ -248,12 +262,12 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
 #pragma unroll
         for (u32 c = 0; c < GROUPS; c++) sides[c] = sides_of<ROWS>(sum[c]);
     }
-    // A product takes two outputs, l / 8 % 2 the one that this lane points to, of each eight, and half l / 16 of a group of ranks. Its
-    // piece of a unit, of which the lower three bits are changed by the eight.
-    const u32 piece = lane / 8 % 2 * (2 * GROUPS) + lane / 16;
+    // A product takes two outputs of each eight, l / 8 % 2 the one that this lane points to, and half l / 16 of a group of ranks (of 8
+    // ranks, two products take output l / 8 of four). Its piece of a unit, of which the lower three bits are changed by the eight.
+    const u32 piece = EIGHT ? lane / 8 : lane / 8 % 2 * (2 * GROUPS) + lane / 16, part = EIGHT ? 128 : 256;
     u32 read[4];
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) read[i] = ring + lane % 8 * 256 + piece / 8 * 128 + ((piece % 8 ^ i * 2) ^ lane % 8) * 16;
+    for (u32 i = 0; i < 4; i++) read[i] = ring + lane % 8 * part + piece / 8 * 128 + ((piece % 8 ^ i * 2) ^ lane % 8) * 16;
     Sums<ROWS> sums;
 #pragma unroll 1
     for (;;) {
@@ -262,17 +276,25 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
             const u32 unit = i % GROUPS;
             wait_groups<AHEAD - 1>();
             __syncwarp();
-            u32 w[GROUPS][PRODUCTS][4];
+            if (EIGHT) {
+                u32 m[2][4];
 #pragma unroll
-            for (u32 c = 0; c < GROUPS; c++)
+                for (u32 n = 0; n < 2; n++) load_matrices(read[n * 2] + i * UNIT, m[n]);
+                const u32 w[4][2] = {{m[0][0], m[0][1]}, {m[0][2], m[0][3]}, {m[1][0], m[1][1]}, {m[1][2], m[1][3]}};
+                sums.set(sides[0], w);
+            } else {
+                u32 w[GROUPS][PRODUCTS][4];
 #pragma unroll
-                for (u32 m = 0; m < PRODUCTS; m++) {
-                    // Pieces before those of this product and group.
-                    const u32 at = m * 4 * GROUPS + c * 2;
-                    load_matrices(read[at / 2 % 4] + at / 8 * 128 + i * UNIT, w[c][m]);
-                }
+                for (u32 c = 0; c < GROUPS; c++)
 #pragma unroll
-            for (u32 c = 0; c < GROUPS; c++) sums.add(unit * PRODUCTS, c == 0, sides[c], w[c]);
+                    for (u32 m = 0; m < PRODUCTS; m++) {
+                        // Pieces before those of this product and group.
+                        const u32 at = m * 4 * GROUPS + c * 2;
+                        load_matrices(read[at / 2 % 4] + at / 8 * 128 + i * UNIT, w[c][m]);
+                    }
+#pragma unroll
+                for (u32 c = 0; c < GROUPS; c++) sums.add(unit * PRODUCTS, c == 0, sides[c], w[c]);
+            }
             // All lanes have read the unit.
             if (left > AHEAD) ask_b(unit, i);
             if (unit + 1 == GROUPS) {
@@ -286,6 +308,7 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
         }
     }
 }
+
 // The same of any ranks, in units of RANKS ranks of all outputs; VECTORS: there are gains and offsets. `z_kept`: where this warp
 // keeps z.
 template <u32 ROWS, bool VECTORS>
@@ -404,9 +427,10 @@ template <u32 ROWS>
 DEVICE void plain_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, u32 z_kept, bool waited) {
     // Ranks that fill the rows of B.
     const u32 filling = run.rank * 2 == run.b_row ? run.rank : 0;
-    if (filling == 16) dense_run<ROWS, 1>(p, batch, z, run, ring, waited);
-    else if (filling == 32) dense_run<ROWS, 2>(p, batch, z, run, ring, waited);
-    else if (filling == 64) dense_run<ROWS, 4>(p, batch, z, run, ring, waited);
+    if (filling == 16) dense_run<ROWS, 16>(p, batch, z, run, ring, waited);
+    else if (filling == 64) dense_run<ROWS, 64>(p, batch, z, run, ring, waited);
+    else if (filling == 32) dense_run<ROWS, 32>(p, batch, z, run, ring, waited);
+    else if (filling == 8) dense_run<ROWS, 8>(p, batch, z, run, ring, waited);
     else even_run<ROWS, false>(p, batch, z, run, ring, z_kept, waited);
 }
 
@@ -425,7 +449,7 @@ DEVICE Share share_of_tiles(const Params& p, u32 packs, u32 each, u32 own, u32 a
         if (packs * pieces <= all) break;
     }
     const u32 pack = own / pieces;
-    if (pack >= packs) return {0, 0};
+    if (pack >= packs || own >= all) return {0, 0};
     u32 piece = own % pieces, first = pack * each, end = first;
 #pragma unroll
     for (u32 s = 0; s < MAX_SITES; s++) {
@@ -528,8 +552,10 @@ extern "C" __global__ void __launch_bounds__(EXPAND_WARPS * 32, 4)
     u32 each = 0;
 #pragma unroll
     for (u32 s = 0; s < MAX_SITES; s++) each += tiles_of(p, s);
+    const u32 packs = live_packs(p, batch), blocks = working_blocks(p, packs * each, BUSY_TILES);
     // The first warps of all blocks come first.
-    const Share share = share_of_tiles(p, live_packs(p, batch), each, warp * gridDim.x + blockIdx.x, gridDim.x * warps);
+    const u32 own = blockIdx.x < blocks ? warp * blocks + blockIdx.x : blocks * warps;
+    const Share share = share_of_tiles(p, packs, each, own, blocks * warps);
     bool waited = false;
     if (share.first < share.end) {
         const u32 ring = shared_address(memory) + warp * (RING + div_ceil(p.max_rank, RANKS) * KEPT), kept = ring + RING;

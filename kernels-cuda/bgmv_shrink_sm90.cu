@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(SHRINK_WARPS * 32, 2)
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const u32 chunks = div_ceil(p.max_rank, RANKS), parts = parts_of(p.in_features), steps = part_steps_of(p.in_features);
     const u32 each = parts * p.sites * chunks;
-    const Share share = share_of(live_packs(p, batch) * each, blockIdx.x, gridDim.x);
+    const u32 items = live_packs(p, batch) * each;
+    const Share share = share_of(items, blockIdx.x, working_blocks(p, items, BUSY_ITEMS));
     const ZStrides strides = z_strides(p);
     const bool x_wide = is_wide(x, p.x_stride);
     const u32 column = warp * (STRIPS * STRIP) + q * 8;

@@ -9,6 +9,9 @@ constexpr u32 PACK_WORDS = sizeof(Pack) / 4;
 // Warps of a block.
 constexpr u32 SHRINK_WARPS = 8;
 constexpr u32 EXPAND_WARPS = 4;
+// Items of the shrink and tiles of the expand that come on a multiprocessor before a second block works there.
+constexpr u32 BUSY_ITEMS = 6;
+constexpr u32 BUSY_TILES = 28;
 
 // Columns that a warp takes at a time, and a block: a step. And the parts that a sum over all columns is left in: the expand adds
 // them up in order. By the columns alone: the order of a sum must not depend on anything else.
@@ -96,11 +99,17 @@ DEVICE u32 live_packs(const Params& p, const u32* batch) {
     }
     return live;
 }
-// The share of one of `all` of `total` items: neighbours, as many as any other's or one less.
+// Blocks of a launch that work: one for each multiprocessor (Params::z_parts tells how many) until `busy` items come on each, then
+// two. The launch was made for as many packs as its batch has room for; those in use may be few.
+DEVICE u32 working_blocks(const Params& p, u32 items, u32 busy) {
+    return gridDim.x > p.z_parts && items <= busy * p.z_parts ? p.z_parts : gridDim.x;
+}
+// The share of one of `all` of `total` items: neighbours, as many as any other's or one less. Nobody else has any.
 struct Share {
     u32 first, end;
 };
 DEVICE Share share_of(u32 total, u32 own, u32 all) {
+    if (own >= all) return {0, 0};
     const u32 each = total / all, more = total % all;
     const u32 first = own * each + (own < more ? own : more);
     return {first, first + each + (own < more)};

@@ -29,12 +29,12 @@ const SHRINK_WARPS: u32 = 8;
 const EXPAND_WARPS: u32 = 4;
 /// Columns that a block of the decode shrink takes at a time.
 const STEP_COLUMNS: u32 = 1024;
-/// Items of a block of the decode shrink from which on two blocks share a multiprocessor. Fewer end sooner in one, with room
-/// for the next launch beside it.
-const BUSY: u64 = 6;
-/// Outputs of a tile of the decode expand, and tiles of a multiprocessor from which on two blocks share it.
+/// Items of the decode shrink that come on a multiprocessor before a second block works there. Fewer end sooner in one, with
+/// room for the next launch beside it. The kernels count again, by the packs in use.
+const BUSY_ITEMS: u64 = 6;
+/// Outputs of a tile of the decode expand, and tiles that come on a multiprocessor before a second block works there.
 const TILE_OUTPUTS: u32 = 64;
-const BUSY_TILES: u64 = 16;
+const BUSY_TILES: u64 = 28;
 /// Bytes of shared memory of a warp's ring in the decode expand: 4 places of 2 KB of B and of 8 rows of a tile's y.
 const RING: u32 = 4 * (2048 + 8 * TILE_OUTPUTS * 2);
 /// Bytes of 16 ranks of z that a warp keeps there.
@@ -122,7 +122,9 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
     let kernel = launch.pipeline().kernel();
     let blocks = params.max_rank.div_ceil(RANKS);
     if matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand) {
-        // The tiles' place is free in these kernels: the number of packs. Without packs each row is one.
+        // Two places are free in these kernels. The parts': blocks that work while packs in use are few. The tiles': the number of
+        // packs. Without packs each row is one.
+        params.z_parts = room.multiprocessors;
         params.tiles = match params.packs_at {
             0 => params.rows,
             at => {
@@ -140,7 +142,7 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
         Kernel::BgmvShrink => {
             let of_pack = u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites);
             let items = u64::from(params.tiles) * of_pack;
-            let beside = if items > BUSY * multiprocessors { 2 } else { 1 };
+            let beside = if items > BUSY_ITEMS * multiprocessors { 2 } else { 1 };
             [items.min(beside * multiprocessors) as u32, 1, 1]
         }
         Kernel::BgmvExpand => {
@@ -288,8 +290,8 @@ mod tests {
     #[test]
     fn a_decode_expand_has_no_more_blocks_than_tiles_or_its_share_of_the_device_and_keeps_z_by_the_largest_rank() {
         assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [65, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 32), [132, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 33), [264, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 56), [132, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 57), [264, 1, 1]);
         let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - EXPAND_WARPS * RING;
         assert_eq!([1, 16, 17, 64].map(kept), [1, 1, 2, 4].map(|groups| EXPAND_WARPS * groups * KEPT));
     }
