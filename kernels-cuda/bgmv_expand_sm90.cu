@@ -42,40 +42,41 @@ template <u32 ROWS> DEVICE Own<ROWS> own_of(const Params& p, const u32* batch, c
     for (u32 r = 0; r < ROWS; r++) {
         const u32 row = row_of(p, batch, run.pack, q * ROWS + r);
         own.y[r] = row == NO_ROW ? nullptr : run.y + ((u64)row * p.site[run.site].y_stride + g * 8);
-        own.scale[r] = row == NO_ROW ? 0.0f : row_scale(p, batch, row);
+        own.scale[r] = row_scale(p, batch, row == NO_ROW ? 0 : row);
+        settle(own.y[r]), settle(own.scale[r]);
     }
     own.parts = parts_of(p.in_features), own.part = strides.part;
     settle(own.z);
-#pragma unroll
-    for (u32 r = 0; r < ROWS; r++) settle(own.y[r]), settle(own.scale[r]);
     return own;
 }
 
-// This lane's ranks of COUNT groups from `group` on: z's parts, added up in order, AT_ONCE of them asked for at once. Groups from
-// `groups` on are zero.
-template <u32 COUNT, u32 AT_ONCE, u32 ROWS>
-DEVICE void add_up(const Own<ROWS>& own, u32 group, u32 groups, float4 (&z)[COUNT]) {
+// This lane's ranks of COUNT groups from `group` on, all of whose parts are asked for at once if it has one row: z's first parts,
+// added up in order, and the others. Groups from `groups` on are zero.
+template <u32 COUNT, u32 ROWS> DEVICE void add_up(const Own<ROWS>& own, u32 group, u32 groups, float4 (&z)[COUNT]) {
+    constexpr u32 HALF = Z_PARTS / 2;
+    // Two lanes share a row if each has one: one half each.
+    const u32 begin = ROWS == 1 ? threadIdx.x / 4 % 2 * HALF : 0;
 #pragma unroll
     for (u32 c = 0; c < COUNT; c++) z[c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (u32 first = 0; first < own.parts; first += AT_ONCE) {
-        float4 part[COUNT][AT_ONCE];
+    for (u32 first = begin; first < begin + HALF * ROWS; first += HALF) {
+        float4 part[COUNT][HALF];
 #pragma unroll
         for (u32 c = 0; c < COUNT; c++)
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE; i++)
+            for (u32 i = 0; i < HALF; i++)
                 part[c][i] = shared_cache_if(own.z && first + i < own.parts && group + c < groups,
                                              own.z + ((group + c) * RANKS + (first + i) * own.part));
 #pragma unroll
-        for (u32 c = 0; c < COUNT; c++)
+        for (u32 c = 0; c < COUNT; c++) {
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE; i++) {
-                z[c].x = __fadd_rn(z[c].x, part[c][i].x);
-                z[c].y = __fadd_rn(z[c].y, part[c][i].y);
-                z[c].z = __fadd_rn(z[c].z, part[c][i].z);
-                z[c].w = __fadd_rn(z[c].w, part[c][i].w);
-            }
+            for (u32 i = 1; i < HALF; i++) part[c][0] = add4(part[c][0], part[c][i]);
+            z[c] = add4(z[c], part[c][0]);
+        }
     }
+    if (ROWS == 1)
+#pragma unroll
+        for (u32 c = 0; c < COUNT; c++) z[c] = add4(z[c], of_other_lane(z[c], 4));
 }
 
 // A group of ranks of z as a lane multiplies it. Of one row a lane, `upper` is the high or the middle parts, by its column,
@@ -115,7 +116,7 @@ template <u32 ROWS> DEVICE void keep_all(const Own<ROWS>& own, u32 groups, u32 a
 #pragma unroll 1
     for (u32 first = 0; first < groups; first += COUNT) {
         float4 z[COUNT];
-        add_up<COUNT, 4>(own, first, groups, z);
+        add_up(own, first, groups, z);
 #pragma unroll
         for (u32 c = 0; c < COUNT; c++)
             if (first + c < groups) keep<ROWS>(at + (first + c) * KEPT, sides_of<ROWS>(z[c]));
@@ -258,7 +259,7 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
     Sides sides[GROUPS];
     {
         float4 sum[GROUPS];
-        add_up<GROUPS, GROUPS == 4 ? 4 : Z_PARTS>(own, 0, GROUPS, sum);
+        add_up(own, 0, GROUPS, sum);
 #pragma unroll
         for (u32 c = 0; c < GROUPS; c++) sides[c] = sides_of<ROWS>(sum[c]);
     }
@@ -465,7 +466,7 @@ DEVICE Share share_of_tiles(const Params& p, u32 packs, u32 each, u32 own, u32 a
 // What a pack and a site's tiles have in common, in the lane that looked them up.
 struct Found {
     u64 b, gains;       // addresses; gains 0: none
-    u32 rank;           // 0: nothing to do
+    u32 rank;           // 0: nothing to do, and nothing else here means anything
     u32 rows;           // of the pack
     float scale;
     u32 first, end;     // tiles of the site that are this warp's
@@ -482,7 +483,8 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
 #pragma unroll 1
     for (u32 base = share.first / each * p.sites; base < sources; base += 32) {
         // Lane l looks up site (base + l) % sites of a pack.
-        Found mine = {0, 0, 0, 0, 0.0f, 0, 0};
+        Found mine;
+        mine.rank = 0;
         const u32 own = base + lane;
         if (own < sources) {
             const u32 pack = own / p.sites, s = own % p.sites;

@@ -11,7 +11,7 @@ constexpr u32 SHRINK_WARPS = 8;
 constexpr u32 EXPAND_WARPS = 4;
 // Items of the shrink and tiles of the expand that come on a multiprocessor before a second block works there.
 constexpr u32 BUSY_ITEMS = 6;
-constexpr u32 BUSY_TILES = 28;
+constexpr u32 BUSY_TILES = 31;
 
 // Columns that a warp takes at a time, and a block: a step. And the parts that a sum over all columns is left in: the expand adds
 // them up in order. By the columns alone: the order of a sum must not depend on anything else.
@@ -61,6 +61,14 @@ DEVICE uint4 weights16(u64 p) {
     return v;
 }
 
+DEVICE float4 add4(const float4& a, const float4& b) {
+    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+// Of the lane whose number differs in bit `bit`.
+DEVICE float4 of_other_lane(const float4& v, u32 bit) {
+    return make_float4(__shfl_xor_sync(~0u, v.x, bit), __shfl_xor_sync(~0u, v.y, bit), __shfl_xor_sync(~0u, v.z, bit),
+                       __shfl_xor_sync(~0u, v.w, bit));
+}
 DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE u64 from_lane(u64 value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(~0u, value, lane); }

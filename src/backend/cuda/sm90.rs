@@ -6,7 +6,7 @@
 //! run writes what it reads early.
 
 use crate::backend::Launch;
-use crate::contract::{Access, Kernel, Pack, Params, THREADS, Z_PARTS};
+use crate::contract::{Access, BGMV_PACK_ROWS, Kernel, Pack, Params, THREADS, Z_PARTS};
 use crate::memory::Region;
 
 /// Ranks that one product takes.
@@ -34,7 +34,7 @@ const STEP_COLUMNS: u32 = 1024;
 const BUSY_ITEMS: u64 = 6;
 /// Outputs of a tile of the decode expand, and tiles that come on a multiprocessor before a second block works there.
 const TILE_OUTPUTS: u32 = 64;
-const BUSY_TILES: u64 = 28;
+const BUSY_TILES: u64 = 31;
 /// Bytes of shared memory of a warp's ring in the decode expand: 4 places of 2 KB of B and of 8 rows of a tile's y.
 const RING: u32 = 4 * (2048 + 8 * TILE_OUTPUTS * 2);
 /// Bytes of 16 ranks of z that a warp keeps there.
@@ -134,6 +134,11 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
         };
     }
     let multiprocessors = u64::from(room.multiprocessors);
+    // Packs that the library makes of so many rows at most: one of each slot isn't full.
+    let packs = match params.packs_at {
+        0 => params.tiles.into(),
+        _ => u64::from(params.tiles).min(u64::from(params.rows) / BGMV_PACK_ROWS as u64 + u64::from(params.slots)),
+    };
     // Pieces of so many outputs that all sites have together.
     let pieces = |outputs: u32| -> u64 {
         params.site[..params.sites as usize].iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum()
@@ -141,12 +146,12 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
     let groups = match kernel {
         Kernel::BgmvShrink => {
             let of_pack = u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites);
-            let items = u64::from(params.tiles) * of_pack;
+            let items = packs * of_pack;
             let beside = if items > BUSY_ITEMS * multiprocessors { 2 } else { 1 };
             [items.min(beside * multiprocessors) as u32, 1, 1]
         }
         Kernel::BgmvExpand => {
-            let tiles = u64::from(params.tiles) * pieces(TILE_OUTPUTS);
+            let tiles = packs * pieces(TILE_OUTPUTS);
             let beside = if tiles > BUSY_TILES * multiprocessors { 2 } else { 1 };
             [tiles.min(beside * multiprocessors) as u32, 1, 1]
         }
@@ -269,7 +274,7 @@ mod tests {
         let mut operands: Vec<Region> = (1..6).map(memory).collect();
         operands[0] = operands[0].slice(0, 160 + packs * size_of::<Pack>() as u64).unwrap();
         let pipeline = pipeline(kernel);
-        let launch = Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, ..params }).unwrap();
+        let launch = Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, slots: 999, ..params }).unwrap();
         let shape = shape(&launch, H200);
         assert_eq!(u64::from(shape.params.tiles), packs);
         shape.groups
@@ -290,10 +295,23 @@ mod tests {
     #[test]
     fn a_decode_expand_has_no_more_blocks_than_tiles_or_its_share_of_the_device_and_keeps_z_by_the_largest_rank() {
         assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 1), [65, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 56), [132, 1, 1]);
-        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 57), [264, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 62), [132, 1, 1]);
+        assert_eq!(groups(Kernel::BgmvExpand, params(8, 4097, 16), 63), [264, 1, 1]);
         let kept = |max_rank| block(Kernel::BgmvExpand, max_rank, H200).1 - EXPAND_WARPS * RING;
         assert_eq!([1, 16, 17, 64].map(kept), [1, 1, 2, 4].map(|groups| EXPAND_WARPS * groups * KEPT));
+    }
+
+    #[test]
+    fn a_decode_launch_has_no_blocks_for_packs_that_its_rows_and_slots_cannot_make() {
+        let mut operands: Vec<Region> = (1..6).map(memory).collect();
+        operands[0] = operands[0].slice(0, 160 + 256 * size_of::<Pack>() as u64).unwrap();
+        let pipeline = pipeline(Kernel::BgmvShrink);
+        let of = |rows, slots| {
+            let params = Params { rows, slots, packs_at: 40, z_parts: Z_PARTS, ..params(4096, 8, 16) };
+            shape(&Launch::new(&pipeline, &operands, params).unwrap(), H200).groups
+        };
+        assert_eq!(of(17, 3), [(2 + 3) * 4, 1, 1]);
+        assert_eq!(of(17, 999), [264, 1, 1]);
     }
 
     #[test]
