@@ -35,29 +35,29 @@ struct Tiles {
     u32 begins[WINDOW / 32];
 };
 
-// A tile's slot; negative: it has nothing to do.
-DEVICE int tile_slot(const Params& p, const u32* batch, u32 t) {
-    if (t >= p.tiles) return -1;
-    const u32* words = batch + ((u64)p.tiles_at + 4ull * t);
-    const int slot = (int)words[0];
-    return slot < 0 || words[2] == 0 ? -1 : slot;
-}
-
 // Reads the window that begins at tile `at`; all threads of a block of at least WINDOW threads.
 DEVICE void read_tiles(const Params& p, const u32* batch, u32 at, Tiles& tiles) {
     const u32 i = threadIdx.x;
-    // Of the window before, all is done.
-    if (at) __syncthreads();
     if (i < WINDOW) {
-        u32 first = 0, rows = 0;
-        const int slot = tile_slot(p, batch, at + i), last = i ? tile_slot(p, batch, at + i - 1) : -2;
-        if (slot >= 0) {
-            const u32* words = batch + ((u64)p.tiles_at + 4ull * (at + i));
-            first = words[1], rows = words[2] < SGMV_TILE_ROWS ? words[2] : SGMV_TILE_ROWS;
-        }
-        tiles.first[i] = first, tiles.rows[i] = rows, tiles.slot[i] = slot;
-        const u32 begins = __ballot_sync(0xffffffffu, slot != last);
+        // All loads at once.
+        const u32* words = batch + ((u64)p.tiles_at + 4ull * (at + i));
+        const bool is = at + i < p.tiles, after = i % 32 == 0 && i && at + i - 1 < p.tiles;
+        int slot = -1, last = -1;
+        u32 first = 0, rows = 0, last_rows = 0;
+        if (is) slot = (int)words[0], first = words[1], rows = words[2];
+        if (after) last = (int)words[-4], last_rows = words[-2];
+        // Negative: it has nothing to do.
+        if (slot < 0 || rows == 0) slot = -1, rows = 0;
+        if (last < 0 || last_rows == 0) last = -1;
+        const int before = __shfl_up_sync(0xffffffffu, slot, 1);
+        if (i % 32) last = before;
+        const u32 begins = __ballot_sync(0xffffffffu, i == 0 || slot != last);
+        // Of the window before, all is done.
+        if (at) __syncthreads();
+        tiles.first[i] = first, tiles.rows[i] = rows < SGMV_TILE_ROWS ? rows : SGMV_TILE_ROWS, tiles.slot[i] = slot;
         if (i % 32 == 0) tiles.begins[i / 32] = begins;
+    } else if (at) {
+        __syncthreads();
     }
     __syncthreads();
 }

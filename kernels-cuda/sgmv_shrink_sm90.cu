@@ -2,294 +2,327 @@
 //
 //   cluster  CLUSTER blocks: works of up to CLUSTER tiles of one slot, and of up to MOST blocks of 8 ranks of all sites; the
 //            blocks split the columns
-//   block    its columns in two halves
-//   warp     a half's chunks of COLUMNS columns for two of the tiles (i and i + 4); x is the 16-row side of the product, A
-//            the 8-column side. Chunks are fetched to shared memory STAGES - 1 ahead, x into the lane's own places, A for all
-//            warps of the half
+//   block    its chunks of COLUMNS columns; x and A are fetched to shared memory STAGES - 1 chunks ahead, each piece as
+//            ldmatrix wants it
+//   warp     two of the tiles (i and i + 4), half of the blocks of ranks; x is the 16-row side of the product, A the 8-column
+//            side. Each warp looks slots up for itself
 //
-// All halves of a cluster take equal runs of chunks, by in_features alone. Order of a sum: a half's chunks ascending, the
-// halves of a block ascending, the blocks of the cluster ascending.
+// The blocks of a cluster take equal runs of chunks, by in_features alone. Order of a sum: a block's chunks ascending, the
+// blocks of the cluster ascending.
 #include "prefill.cuh"
 
 constexpr u32 CLUSTER = 8;
-constexpr u32 COLUMNS = 32;
-// Bytes of a block's rings and inbox, which are divided by how many blocks of ranks there are.
-constexpr u32 SPACE = 106496;
-constexpr u32 HALVES = 2;
-constexpr u32 WARPS = 4 * HALVES;
+constexpr u32 COLUMNS = 64;
+constexpr u32 WARPS = 8;
 constexpr u32 BLOCK = WARPS * 32;
+// Bytes of a block's rings, in which the cluster's sums are added up, too.
+constexpr u32 SPACE = 106496;
 // Blocks of 8 ranks that a pass takes at most.
-constexpr u32 MOST = 8;
-// Tiles of a warp.
-constexpr u32 OWN = CLUSTER / 4;
-constexpr u32 X_STAGE = OWN * 2 * 512;
+constexpr u32 MOST = 12;
+// A lane's pieces of 8 rows or ranks by 32 columns.
+constexpr u32 PIECES = 512;
+// Those of a chunk of 8 rows or ranks.
+constexpr u32 SLAB = COLUMNS / 32 * PIECES;
+constexpr u32 X_STAGE = CLUSTER * 2 * SLAB;
 
-// Shared memory of a pass of so many blocks of ranks: the inbox, then each warp's ring of x, then each half's of A.
-template <u32 BLOCKS> struct Layout {
-    static constexpr u32 A_STAGE = BLOCKS * 512;
-    static constexpr u32 INBOX = CLUSTER * BLOCKS * 512;
-    static constexpr u32 FIT = (SPACE - INBOX) / (WARPS * X_STAGE + HALVES * A_STAGE);
-    static constexpr u32 STAGES = FIT < 6 ? FIT : 6;
-    static constexpr u32 X = INBOX, A = X + WARPS * STAGES * X_STAGE;
-    static_assert(STAGES >= 3 && STAGES * X_STAGE >= BLOCKS * 512, "a warp's sums go through its ring");
+// Rings of a pass in which each warp has so many blocks of ranks: x's, then A's. Copies to pieces that straddle lines of 128
+// bytes take twice as long.
+template <u32 EACH> struct Layout {
+    static constexpr u32 BLOCKS = 2 * EACH;
+    static constexpr u32 A_STAGE = BLOCKS * SLAB;
+    static constexpr u32 FIT = SPACE / (X_STAGE + A_STAGE);
+    static constexpr u32 STAGES = FIT < 5 ? FIT : 5;
+    static constexpr u32 A = STAGES * X_STAGE;
+    static_assert(STAGES >= 3 && CLUSTER * BLOCKS * PIECES <= SPACE, "two chunks ahead, and room for the sums");
 };
-static_assert(BLOCK >= WINDOW && OWN == 2 && WARPS == MOST, "a thread for each tile, a warp for each block of ranks");
+static_assert(BLOCK >= WINDOW && WARPS == CLUSTER && CLUSTER == 8 && MAX_SITES == 4, "a warp for fetching each tile");
 
 struct Shared {
     Tiles tiles;
-    // First tiles of a window's work, and how many of them; tiles each.
-    u32 begin[WINDOW];
-    u32 count[WINDOW];
+    // A bit for each tile that begins a work.
     u32 works[WINDOW / 32];
-    // Of the slot at hand, for each site.
-    u32 rank[MAX_SITES];
-    u64 offset[MAX_SITES];
-    alignas(16) unsigned char space[SPACE];
+    alignas(128) unsigned char space[SPACE];
 };
 
-static_assert(sizeof(Shared) == 111728, "what launches count on");
-
-// A block of 8 ranks: of which site, from which rank on.
-struct Eight {
-    u32 site;
-    u32 rank;
-    u32 left;   // ranks; 0: there is no such block
-};
-
-DEVICE Eight eight(const Params& p, const Shared& shared, u32 i) {
-    for (u32 s = 0; s < p.sites; s++) {
-        const u32 blocks = (shared.rank[s] + 7) / 8;
-        if (i < blocks) return {s, i * 8, shared.rank[s] - i * 8};
-        i -= blocks;
-    }
-    return {0, 0, 0};
-}
-
-// What a thread fetches: x, columns 8q.. of rows g and g + 8 of two tiles, and A, of ranks g of two blocks of ranks. Bytes of
-// a piece that there are, 16 or none.
-struct Source {
-    const u16* x;
-    const unsigned char* weights;
-    u32 row[OWN][2];       // in pieces of 16 bytes from x on; where it can't be read by these, the rows' numbers
-    u32 rank[2];           // in pieces from weights on
-    u32 x_is[OWN][2];
-    u32 a_is[2];
-    bool second;           // whether there is a second tile
-};
+static_assert(sizeof(Shared) == 109696, "what launches count on");
 
 // Cuts the window's runs of one slot into works of at most CLUSTER tiles, and tells how many there are.
-DEVICE u32 list_works(Shared& shared) {
+DEVICE u32 cut_works(Shared& shared) {
     const u32 i = threadIdx.x;
-    bool begins = false;
-    u32 count = 0;
     if (i < WINDOW) {
-        begins = shared.tiles.slot[i] >= 0 && (i - run_begin(shared.tiles, i)) % CLUSTER == 0;
-        if (begins) {
-            count = run_end(shared.tiles, i) - i;
-            if (count > CLUSTER) count = CLUSTER;
-        }
+        const bool begins = shared.tiles.slot[i] >= 0 && (i - run_begin(shared.tiles, i)) % CLUSTER == 0;
         const u32 bits = __ballot_sync(0xffffffffu, begins);
         if (i % 32 == 0) shared.works[i / 32] = bits;
     }
     __syncthreads();
-    u32 before = 0, all = 0;
+    u32 all = 0;
 #pragma unroll
-    for (u32 w = 0; w < WINDOW / 32; w++) {
-        const u32 bits = shared.works[w];
-        if (w < i / 32) before += __popc(bits);
-        if (w == i / 32) before += __popc(bits & ((1u << i % 32) - 1));
-        all += __popc(bits);
-    }
-    if (begins) shared.begin[before] = i, shared.count[before] = count;
-    __syncthreads();
+    for (u32 w = 0; w < WINDOW / 32; w++) all += __popc(shared.works[w]);
     return all;
 }
 
-// Bytes of this lane's piece of the chunk from column `k` on.
-DEVICE u32 bytes_of(u32 k, u32 in_features) {
-    if (k + COLUMNS <= in_features) return 16;
-    const u32 left = saturating(in_features, k + threadIdx.x % 4 * 8);
-    return left < 8 ? left * 2 : 16;
+// The first tile of the window's `i`-th work, of which there are more. For whole warps.
+DEVICE u32 work_begin(const Shared& shared, u32 i) {
+    u32 word = 0, bits = shared.works[0];
+    while (i >= (u32)__popc(bits)) i -= __popc(bits), bits = shared.works[++word];
+    const u32 own = threadIdx.x % 32;
+    const bool is = (bits >> own & 1) && (u32)__popc(bits & ((1u << own) - 1)) == i;
+    return word * 32 + __ffs(__ballot_sync(0xffffffffu, is)) - 1;
 }
 
-DEVICE void fetch_x(const Source& from, u32 to, u32 k, u32 bytes) {
-#pragma unroll
-    for (u32 t = 0; t < OWN; t++) {
-        if (t && !from.second) break;
-#pragma unroll
-        for (u32 h = 0; h < 2; h++) {
-            const u32 count = from.x_is[t][h] < bytes ? from.x_is[t][h] : bytes;
-            copy16(to + (t * 2 + h) * 512, from.x + ((u64)from.row[t][h] * 8 + k), count);
-        }
-    }
+// Where this lane's 16 bytes of a piece are: those of a row stay together in a line of 128 bytes, and any eight rows' of the same
+// columns are in different banks.
+DEVICE u32 place_in_piece(u32 row, u32 eighth) { return row * 64 + (eighth ^ row / 2) * 16; }
+
+// 16 bytes from global to shared memory, all of them read.
+DEVICE void copy_all16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-template <u32 BLOCKS> DEVICE void fetch_a(const Source& from, u32 to, u32 k, u32 bytes) {
-    const u32 first = threadIdx.x / 32 % 4;
-#pragma unroll
-    for (u32 i = 0; i < (BLOCKS > 4 ? 2 : 1); i++)
-        if (BLOCKS % 4 == 0 || first + i * 4 < BLOCKS)
-        copy16(to + i * 4 * 512, from.weights + ((u64)from.rank[i] * 16 + k * 2), from.a_is[i] < bytes ? from.a_is[i] : bytes);
-}
-
-// BLOCKS: of 8 ranks, at least as many as there are. Leaves the warp's part of the sums in `sum`. The first chunks are on
-// their way.
-template <u32 BLOCKS, bool WIDE>
-DEVICE void multiply(const Params& p, const Source& from, u32 x_at, u32 a_at, u32 half,
-                     u32 first, u32 end, float (&sum)[OWN][BLOCKS][4]) {
-    constexpr u32 STAGES = Layout<BLOCKS>::STAGES, A_STAGE = Layout<BLOCKS>::A_STAGE;
-    const u32 lane = threadIdx.x % 32;
-    const u32 a_to = a_at + threadIdx.x % (BLOCK / HALVES) * 16, a_from = a_at + lane * 16;
-#pragma unroll
-    for (u32 t = 0; t < OWN; t++)
-#pragma unroll
-        for (u32 b = 0; b < BLOCKS; b++) sum[t][b][0] = sum[t][b][1] = sum[t][b][2] = sum[t][b][3] = 0.0f;
-    u32 stage = 0, ahead = STAGES - 1;
-#pragma unroll 1
-    for (u32 chunk = first; chunk < end; chunk++) {
-        wait_groups<STAGES - 2>();
-        asm volatile("bar.sync %0, %1;" ::"r"(half + 1), "n"(BLOCK / HALVES) : "memory");
-        if (chunk + STAGES - 1 < end) {
-            const u32 k = (chunk + STAGES - 1) * COLUMNS, bytes = bytes_of(k, p.in_features);
-            if (WIDE) fetch_x(from, x_at + ahead * X_STAGE, k, bytes);
-            fetch_a<BLOCKS>(from, a_to + ahead * A_STAGE, k, bytes);
-        }
-        end_group();
-        uint4 v[OWN][2];
-#pragma unroll
-        for (u32 t = 0; t < OWN; t++)
-#pragma unroll
-            for (u32 h = 0; h < 2; h++) {
-                if (WIDE) {
-                    v[t][h] = read16(x_at + stage * X_STAGE + (t * 2 + h) * 512);
-                } else {
-                    const u32 k = chunk * COLUMNS, left = from.x_is[t][h] ? saturating(p.in_features, k + lane % 4 * 8) : 0;
-                    v[t][h] = some8(from.x + (left ? (u64)from.row[t][h] * p.x_stride + k + lane % 4 * 8 : 0), left);
-                }
-            }
-#pragma unroll
-        for (u32 b = 0; b < BLOCKS; b++) {
-            const uint4 w = read16(a_from + stage * A_STAGE + b * 512);
-#pragma unroll
-            for (u32 t = 0; t < OWN; t++) {
-                mma(sum[t][b], v[t][0].x, v[t][1].x, v[t][0].y, v[t][1].y, w.x, w.y);
-                mma(sum[t][b], v[t][0].z, v[t][1].z, v[t][0].w, v[t][1].w, w.z, w.w);
-            }
-        }
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
-    }
-}
-
-// Adds up what the cluster's warps have, and writes it: tile i by block i.
-template <u32 BLOCKS>
-DEVICE void add_up(const Params& p, Shared& shared, u32 block, u32 begin, u32 count, u32 pass, float* z,
-                   float (&sum)[OWN][BLOCKS][4]) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4, pair = warp % 4;
-    // Half h adds up the warp's tile h; the other tile's sums go through the warp's own places of x.
-    typedef Layout<BLOCKS> Places;
-    constexpr u32 RING = Places::STAGES * X_STAGE;
-    float4* const give = reinterpret_cast<float4*>(shared.space + Places::X + warp * RING) + lane;
-    const float4* const take =
-        reinterpret_cast<const float4*>(shared.space + Places::X + ((half ^ 1) * 4 + pair) * RING) + lane;
-    const float4* const inbox = reinterpret_cast<const float4*>(shared.space) + lane;
-    wait_groups<0>();
-    __syncwarp();
-#pragma unroll
-    for (u32 b = 0; b < BLOCKS; b++) {
-        const float(&s)[4] = sum[0][b], (&t)[4] = sum[1][b];
-        give[b * 32] = half ? make_float4(s[0], s[1], s[2], s[3]) : make_float4(t[0], t[1], t[2], t[3]);
-    }
-    __syncthreads();
-    // The inboxes are free: their last contents have been read.
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const u32 owner = pair + half * 4;
-    if (owner < count) {
-        u32 to = shared_address(inbox + block * BLOCKS * 32);
-        asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
-#pragma unroll
-        for (u32 b = 0; b < BLOCKS; b++) {
-            const float4 other = take[b * 32];
-            const float(&s)[4] = sum[0][b], (&t)[4] = sum[1][b];
-            const float4 own = half ? make_float4(t[0], t[1], t[2], t[3]) : make_float4(s[0], s[1], s[2], s[3]);
-            const float4 low = half ? other : own, high = half ? own : other;
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + b * 512), "f"(__fadd_rn(low.x, high.x)),
-                         "f"(__fadd_rn(low.y, high.y)), "f"(__fadd_rn(low.z, high.z)), "f"(__fadd_rn(low.w, high.w))
-                         : "memory");
-        }
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const Eight ranks = eight(p, shared, pass * MOST + warp);
-    if (block < count && warp < BLOCKS && ranks.left) {
-        float4 total = inbox[warp * 32];
-#pragma unroll
-        for (u32 i = 1; i < CLUSTER; i++) {
-            const float4 part = inbox[(i * BLOCKS + warp) * 32];
-            total = make_float4(__fadd_rn(total.x, part.x), __fadd_rn(total.y, part.y), __fadd_rn(total.z, part.z),
-                                __fadd_rn(total.w, part.w));
-        }
-        const u32 r = lane % 4 * 2;
-#pragma unroll
-        for (u32 h = 0; h < 2; h++) {
-            const long long row = tile_row(p, shared.tiles, begin + block, lane / 4 + h * 8);
-            if (row < 0) continue;
-            float* to = z + ((u64)row * p.z_stride + p.site[ranks.site].z_offset + ranks.rank + r);
-            const float low = h ? total.z : total.x, high = h ? total.w : total.y;
-            if (r + 1 < ranks.left && ((u64)to & 7) == 0) {
-                *reinterpret_cast<float2*>(to) = make_float2(low, high);
-            } else {
-                if (r < ranks.left) to[0] = low;
-                if (r + 1 < ranks.left) to[1] = high;
-            }
-        }
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-// What a pass is about.
-struct Pass {
+// The cluster's threads meet: what they have stored before they arrive is there for those that have waited.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE u32 block_of_cluster() {
     u32 block;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+    return block;
+}
+// The address of what block `block` of the cluster has at this address of its own.
+DEVICE u32 address_in(u32 at, u32 block) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+    return there;
+}
+DEVICE void store_there(u32 to, const float (&v)[4]) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+DEVICE u32 lane_of() { return threadIdx.x % 32; }
+DEVICE u32 warp_of() { return threadIdx.x / 32; }
+DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
+// Tiles of one slot, as one of a cluster's threads sees them.
+struct Work {
     u32 begin, count;      // tiles
-    u32 first, end;        // chunks
-    u32 number;
-    bool early;            // whether x may be read before the launch before has ended
+    u32 first, end;        // chunks of columns
+    bool wide;             // whether x may be read by pieces
+    const u16* x[2];       // rows g and g + 8 of the tile that the warp fetches, from column 8q on; any row where there is none
 };
 
-template <u32 BLOCKS, bool WIDE>
-DEVICE void run_pass(const Params& p, Shared& shared, const Source& from, float* z,
-                     const Pass& pass, bool& waited) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4;
-    typedef Layout<BLOCKS> Places;
-    constexpr u32 STAGES = Places::STAGES, A_STAGE = Places::A_STAGE;
-    const u32 space = shared_address(shared.space);
-    const u32 x_at = space + Places::X + warp * STAGES * X_STAGE + lane * 16;
-    const u32 a_at = space + Places::A + half * STAGES * A_STAGE;
-    const u32 a_to = a_at + threadIdx.x % (BLOCK / HALVES) * 16;
+// The slot's matrices. Lane i has those of site i.
+struct Matrices {
+    u32 rank;
+    u32 start;             // blocks of 8 ranks of the sites before
+    u32 at;                // in pieces of 16 bytes from weights on
+};
+
+// A block of 8 ranks.
+struct Eight {
+    u32 site;
+    u32 rank;              // its first
+    u32 left;              // ranks from there on
+    u32 matrix;
+};
+
+// The `b`-th of all blocks, of which there are more. For whole warps.
+DEVICE Eight eight(const Matrices& matrices, u32 b) {
+    const u32 site = __popc(__ballot_sync(0xffffffffu, lane_of() < MAX_SITES && matrices.start <= b)) - 1;
+    const u32 rank = (b - from_lane(matrices.start, site)) * 8;
+    return {site, rank, from_lane(matrices.rank, site) - rank, from_lane(matrices.at, site)};
+}
+
+// Where a lane's copies go, and the row of 8 columns that it names in one of a product's matrices.
+DEVICE u32 own_place() { return place_in_piece(lane_of() / 4, lane_of() % 4); }
+
+// Fetches x of a chunk: two slabs of the warp's tile.
+DEVICE void fetch_x(const Params& p, const Work& work, u32 to, u32 chunk) {
+    const u32 k = chunk * COLUMNS;
+    if (warp_of() >= work.count) return;
+    if (work.wide && k + COLUMNS <= p.in_features) {
+#pragma unroll
+        for (u32 h = 0; h < 2; h++)
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS / 32; c++) copy_all16(to + h * SLAB + c * PIECES, work.x[h] + (k + c * 32));
+    } else {
 #pragma unroll 1
-    for (u32 s = 0; s < STAGES - 1; s++) {
-        const u32 k = (pass.first + s) * COLUMNS;
-        if (pass.first + s < pass.end) fetch_a<BLOCKS>(from, a_to + s * A_STAGE, k, bytes_of(k, p.in_features));
+        for (u32 i = 0; i < 2 * COLUMNS / 32; i++) {
+            const u32 at = k + i % (COLUMNS / 32) * 32;
+            const u32 left = saturating(p.in_features, at + threadIdx.x % 4 * 8);
+            const uint4 v = some8((i < COLUMNS / 32 ? work.x[0] : work.x[1]) + at, left);
+            write16(to + i * PIECES, v);
+        }
     }
-    if (!waited && !pass.early) {
-        wait_for_last();
-        launch_next();
-        waited = true;
+}
+
+// A pass over the work's x for `blocks` blocks of ranks from `begin` on, at most 2 * EACH.
+template <u32 EACH> struct Pass {
+    typedef Layout<EACH> Places;
+    static constexpr u32 STAGES = Places::STAGES, BLOCKS = Places::BLOCKS, A_STAGE = Places::A_STAGE;
+    // Pieces of A that a thread fetches of a chunk; not all warps have the last.
+    static constexpr u32 OWN = (BLOCKS * (COLUMNS / 32) + WARPS - 1) / WARPS;
+
+    const Params& p;
+    Shared& shared;
+    const Work& work;
+    const Matrices& matrices;
+    const unsigned char* weights;      // a multiple of 16
+    u32 begin, blocks, early;
+    u32 x_to, a_to;                    // where this thread's pieces go
+    u32 a[OWN];                        // in pieces of 16 bytes from weights on
+
+    __device__ __forceinline__ void prepare() {
+        x_to = shared_address(shared.space) + warp_of() * 2 * SLAB + own_place();
+        a_to = shared_address(shared.space) + Places::A + warp_of() * PIECES + own_place();
+#pragma unroll
+        for (u32 i = 0; i < OWN; i++) {
+            const u32 piece = warp_of() + i * WARPS;
+            const Eight e = eight(matrices, begin + (piece / 2 < blocks ? piece / 2 : 0));
+            // Ranks that there aren't are of the first.
+            const u32 g = e.rank + (lane_of() / 4 < e.left ? lane_of() / 4 : 0);
+            a[i] = e.matrix + g * (p.a_stride / 8) + piece % 2 * 4 + lane_of() % 4;
+        }
     }
+
+    __device__ __forceinline__ void fetch_a(u32 to, u32 chunk) const {
+        const u32 k = chunk * COLUMNS;
+        if (k + COLUMNS <= p.in_features) {
+#pragma unroll
+            for (u32 i = 0; i < OWN; i++)
+                if (warp_of() + i * WARPS < blocks * 2) copy_all16(to + i * WARPS * PIECES, weights + ((u64)a[i] * 16 + k * 2));
+        } else {
+            const u32 left = saturating(p.in_features, k + warp_of() % 2 * 32 + lane_of() % 4 * 8);
+            const u32 bytes = left < 8 ? left * 2 : 16;
+#pragma unroll
+            for (u32 i = 0; i < OWN; i++)
+                if (warp_of() + i * WARPS < blocks * 2)
+                    copy16(to + i * WARPS * PIECES, weights + ((u64)a[i] * 16 + (bytes ? k * 2 : 0)), bytes);
+        }
+    }
+
+    // x's first `early` chunks are on their way.
+    __device__ __forceinline__ void multiply(float (&sum)[2][EACH][4]) const {
+        const u32 lane = lane_of(), warp = warp_of();
+        // Of x matrices are rows 0 and 8 on, of two blocks of 8 columns; of A four blocks of columns. The second half of
+        // 32 columns is 2 blocks further: a bit of the place.
+        const u32 x_row = shared_address(shared.space) + warp % 4 * 2 * SLAB + lane / 8 % 2 * SLAB;
+        const u32 x_from = x_row + place_in_piece(lane % 8, lane / 16);
+        const u32 a_from = shared_address(shared.space) + Places::A + warp / 4 * EACH * SLAB + place_in_piece(lane % 8, lane / 8);
+#pragma unroll
+        for (u32 t = 0; t < 2; t++)
+#pragma unroll
+            for (u32 b = 0; b < EACH; b++) sum[t][b][0] = sum[t][b][1] = sum[t][b][2] = sum[t][b][3] = 0.0f;
 #pragma unroll 1
-    for (u32 s = 0; s < STAGES - 1; s++) {
-        const u32 k = (pass.first + s) * COLUMNS;
-        if (WIDE && pass.first + s < pass.end) fetch_x(from, x_at + s * X_STAGE, k, bytes_of(k, p.in_features));
-        end_group();
+        for (u32 s = 0; s < STAGES - 1; s++) {
+            if (work.first + s < work.end) {
+                if (s >= early) fetch_x(p, work, x_to + s * X_STAGE, work.first + s);
+                fetch_a(a_to + s * A_STAGE, work.first + s);
+            }
+            end_group();
+        }
+        u32 stage = 0;
+#pragma unroll 1
+        for (u32 chunk = work.first; chunk < work.end; chunk++) {
+            wait_groups<STAGES - 2>();
+            __syncthreads();
+            if (chunk + STAGES - 1 < work.end) {
+                // The place of the chunk before.
+                const u32 ahead = stage ? stage - 1 : STAGES - 1;
+                fetch_x(p, work, x_to + ahead * X_STAGE, chunk + STAGES - 1);
+                fetch_a(a_to + ahead * A_STAGE, chunk + STAGES - 1);
+            }
+            end_group();
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS / 32; c++) {
+                u32 v[2][2][4];
+#pragma unroll
+                for (u32 t = 0; t < 2; t++)
+#pragma unroll
+                    for (u32 k = 0; k < 2; k++) load_matrices((x_from + stage * X_STAGE + t * 8 * SLAB + c * PIECES) ^ k * 32, v[t][k]);
+#pragma unroll
+                for (u32 b = 0; b < EACH; b++) {
+                    u32 w[4];
+                    load_matrices(a_from + stage * A_STAGE + b * SLAB + c * PIECES, w);
+#pragma unroll
+                    for (u32 k = 0; k < 2; k++)
+#pragma unroll
+                        for (u32 t = 0; t < 2; t++)
+                            mma(sum[t][b], v[t][k][0], v[t][k][1], v[t][k][2], v[t][k][3], w[2 * k], w[2 * k + 1]);
+                }
+            }
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
     }
-    if (!waited) {
-        wait_for_last();
-        launch_next();
-        waited = true;
+
+    // Adds up what the cluster's warps have, and writes it: tile i by block i.
+    __device__ __forceinline__ void add_up(const u32* batch, u32 block, float* z, const float (&sum)[2][EACH][4], bool& waited) const {
+        const u32 lane = lane_of(), warp = warp_of();
+        const float4* const inbox = reinterpret_cast<const float4*>(shared.space) + lane;
+        wait_groups<0>();
+        cluster_arrive();
+        // Where this lane's first sums go, before all have come.
+        const u32 g = lane / 4, r = lane % 4 * 2;
+        float* to[2];
+        bool is[2], none[2];
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            const long long row = block < work.count ? tile_row(p, shared.tiles, work.begin + block, g + h * 8) : -1;
+            is[h] = row >= 0;
+            none[h] = is[h] && p.x_rows_at && x_row(p, batch, (u32)row) == NO_ROW;
+            to[h] = z + ((is[h] ? (u64)row * p.z_stride : 0) + r);
+        }
+        Eight e = eight(matrices, begin + (warp < blocks ? warp : 0));
+        // All rings are free.
+        cluster_wait();
+#pragma unroll
+        for (u32 t = 0; t < 2; t++) {
+            const u32 owner = warp % 4 + t * 4;
+            if (owner >= work.count) continue;
+            const u32 at = address_in(shared_address(inbox + (block * BLOCKS + warp / 4 * EACH) * 32), owner);
+#pragma unroll
+            for (u32 b = 0; b < EACH; b++) store_there(at + b * PIECES, sum[t][b]);
+        }
+        cluster_arrive();
+        if (!waited) {
+            wait_for_last();
+            waited = true;
+        }
+        cluster_wait();
+        if (block >= work.count) return;
+#pragma unroll 1
+        for (u32 b = warp; b < blocks; b += WARPS) {
+            if (b >= WARPS) e = eight(matrices, begin + b);
+            float4 total = inbox[b * 32];
+#pragma unroll
+            for (u32 i = 1; i < CLUSTER; i++) {
+                const float4 part = inbox[(i * BLOCKS + b) * 32];
+                total = make_float4(__fadd_rn(total.x, part.x), __fadd_rn(total.y, part.y), __fadd_rn(total.z, part.z),
+                                    __fadd_rn(total.w, part.w));
+            }
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                float* const from = to[h] + (p.site[e.site].z_offset + e.rank);
+                const float low = none[h] ? 0.0f : h ? total.z : total.x, high = none[h] ? 0.0f : h ? total.w : total.y;
+                if (!is[h]) continue;
+                if (r + 1 < e.left && ((u64)from & 7) == 0) {
+                    *reinterpret_cast<float2*>(from) = make_float2(low, high);
+                } else {
+                    if (r < e.left) from[0] = low;
+                    if (r + 1 < e.left) from[1] = high;
+                }
+            }
+        }
     }
-    float sum[OWN][BLOCKS][4];
-    multiply<BLOCKS, WIDE>(p, from, x_at, a_at, half, pass.first, pass.end, sum);
-    add_up<BLOCKS>(p, shared, pass.block, pass.begin, pass.count, pass.number, z, sum);
+};
+
+template <u32 EACH>
+DEVICE void run_pass(const Params& p, Shared& shared, const Work& work, const Matrices& matrices, const u32* batch,
+                     const unsigned char* weights, u32 begin, u32 blocks, u32 early, u32 block, float* z, bool& waited) {
+    Pass<EACH> pass = {p, shared, work, matrices, weights, begin, blocks, early};
+    pass.prepare();
+    float sum[2][EACH][4];
+    pass.multiply(sum);
+    pass.add_up(batch, block, z, sum, waited);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLOCK, 2)
@@ -298,72 +331,87 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLO
                                    const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    u32 block;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4, g = lane / 4, q = lane % 4;
-    const u32 chunks = div_ceil(p.in_features, COLUMNS), share = div_ceil(chunks, CLUSTER * HALVES);
-    const u32 first = (block * HALVES + half) * share;
-    const u32 end = first + share < chunks ? first + share : chunks;
-    const bool wide = is_wide(x, p.x_stride), early = p.z_parts != 0;
+    // Where x may be read at once, only z waits for the launch before, and the next one may start beside this.
+    bool waited = false;
+    if (p.z_parts) launch_next();
+    const u32 lane = lane_of(), warp = warp_of();
     // A's pieces are counted from a multiple of their length.
     const u32 skew = (u64)weights & 15;
+    weights -= skew;
+    const u32 block = block_of_cluster();
+    const u32 chunks = div_ceil(p.in_features, COLUMNS), share = div_ceil(chunks, CLUSTER);
+    const u32 x_to = shared_address(shared.space) + warp * 2 * SLAB + own_place();
     // Passes that the largest ranks take.
     const u32 passes = div_ceil(p.sites * div_ceil(p.max_rank, 8), MOST);
+    // Chunks of x that there is a place for, however many ranks the slot has.
+    const u32 early = passes == 1 && p.sites * div_ceil(p.max_rank, 8) <= 6 ? Layout<3>::STAGES - 1 : 2;
     // Works of the windows before; which ones are this cluster's.
     u32 before = 0, next = blockIdx.x / CLUSTER;
-    bool waited = false;
     for (u32 window = 0; window < p.tiles; window += WINDOW) {
         read_tiles(p, batch, window, shared.tiles);
-        const u32 works = list_works(shared);
-        for (; next < before + works * passes; next += gridDim.x / CLUSTER) {
-            const u32 work = (next - before) % works, number = (next - before) / works;
-            const u32 begin = shared.begin[work], count = shared.count[work];
-            __syncthreads();
-            if (threadIdx.x < p.sites) {
-                const Pair pair = pair_of(p, p.site[threadIdx.x], tables, shared.tiles.slot[begin]);
-                shared.rank[threadIdx.x] = pair.rank;
-                shared.offset[threadIdx.x] = pair.offset;
+        const u32 works = cut_works(shared) * passes;
+        for (; next < before + works; next += gridDim.x / CLUSTER) {
+            u32 at = next - before, number = 0;
+            if (passes > 1) number = at % passes, at /= passes;
+            Work work;
+            work.begin = work_begin(shared, at);
+            work.count = run_end(shared.tiles, work.begin) - work.begin;
+            if (work.count > CLUSTER) work.count = CLUSTER;
+            work.first = block * share < chunks ? block * share : chunks;
+            work.end = work.first + share < chunks ? work.first + share : chunks;
+            // Of no rows none is read.
+            if (p.rows == 0 || (p.x_rows_at && p.x_rows == 0)) work.end = work.first;
+            work.wide = is_wide(x, p.x_stride);
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                const long long of = warp < work.count ? tile_row(p, shared.tiles, work.begin + warp, lane / 4 + h * 8) : -1;
+                const u32 row = of < 0 ? NO_ROW : x_row(p, batch, (u32)of);
+                work.x[h] = x + ((row == NO_ROW ? 0 : (u64)row * p.x_stride) + lane % 4 * 8);
             }
-            Source from;
-            from.x = x, from.weights = weights - skew;
-            from.second = warp % 4 + 4 < count;
-#pragma unroll
-            for (u32 t = 0; t < OWN; t++)
-#pragma unroll
-                for (u32 h = 0; h < 2; h++) {
-                    const u32 tile = warp % 4 + t * 4;
-                    const long long of = tile < count ? tile_row(p, shared.tiles, begin + tile, g + h * 8) : -1;
-                    const u32 its = of < 0 ? NO_ROW : x_row(p, batch, (u32)of);
-                    from.row[t][h] = its == NO_ROW ? 0 : wide ? (u32)(((u64)its * p.x_stride + q * 8) / 8) : its;
-                    from.x_is[t][h] = its == NO_ROW ? 0 : 16;
-                }
-            __syncthreads();
-            u32 blocks = 0;
-            for (u32 s = 0; s < p.sites; s++) blocks += (shared.rank[s] + 7) / 8;
-            if (number * MOST >= blocks) continue;
-#pragma unroll
-            for (u32 i = 0; i < 2; i++) {
-                const Eight ranks = eight(p, shared, number * MOST + warp % 4 + i * 4);
-                from.a_is[i] = g < ranks.left ? 16 : 0;
-                from.rank[i] = 0;
-                if (from.a_is[i])
-                    from.rank[i] =
-                        (u32)((skew + shared.offset[ranks.site] + ((u64)(ranks.rank + g) * p.a_stride + q * 8) * 2) / 16);
+            if (!waited && p.z_parts == 0) {
+                wait_for_last();
+                launch_next();
+                waited = true;
             }
-            const u32 left = blocks - number * MOST;
-            const Pass pass = {block, begin, count, first, end, number, early};
-            if (!wide) run_pass<MOST, false>(p, shared, from, z, pass, waited);
-            else if (left <= 2) run_pass<2, true>(p, shared, from, z, pass, waited);
-            else if (left <= 4) run_pass<4, true>(p, shared, from, z, pass, waited);
-            else if (left <= 6) run_pass<6, true>(p, shared, from, z, pass, waited);
-            else run_pass<8, true>(p, shared, from, z, pass, waited);
+            // All sums have been read.
+            __syncthreads();
+#pragma unroll 1
+            for (u32 s = 0; s < early; s++)
+                if (work.first + s < work.end) fetch_x(p, work, x_to + s * X_STAGE, work.first + s);
+            Matrices matrices = {0, 0, 0};
+            if (lane < p.sites) {
+                const Pair pair = pair_of(p, p.site[lane], tables, shared.tiles.slot[work.begin]);
+                matrices.rank = pair.rank, matrices.at = (u32)((skew + pair.offset) / 16);
+            }
+            const u32 own = (matrices.rank + 7) / 8;
+            u32 past = own;
+#pragma unroll
+            for (u32 s = 1; s < MAX_SITES; s *= 2) {
+                const u32 others = __shfl_up_sync(0xffffffffu, past, s);
+                if (lane >= s) past += others;
+            }
+            matrices.start = past - own;
+            const u32 all = from_lane(past, MAX_SITES - 1);
+            // Passes of this slot, equal ones.
+            u32 each = all, begin = 0;
+            if (all > MOST) each = div_ceil(all, div_ceil(all, MOST)), begin = number * each;
+            else if (number) begin = all;
+            if (begin >= all) {
+                end_group();
+                wait_groups<0>();
+                continue;
+            }
+            const u32 blocks = all - begin < each ? all - begin : each;
+            if (blocks <= 2) run_pass<1>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else if (blocks <= 4) run_pass<2>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else if (blocks <= 6) run_pass<3>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else if (blocks <= 8) run_pass<4>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else run_pass<6>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
         }
-        before += works * passes;
+        before += works;
     }
     if (!waited) {
         wait_for_last();
-        launch_next();
+        if (p.z_parts == 0) launch_next();
     }
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -15,7 +15,7 @@ const RANKS: u32 = 16;
 /// Blocks of a cluster of the prefill shrink, which split the columns of A, and most tiles that it takes at a time.
 const CLUSTER: u32 = 8;
 /// Threads and bytes of shared memory of its blocks, and how many fit on a multiprocessor.
-const PREFILL_SHRINK: (u32, u32) = (256, 111_728);
+const PREFILL_SHRINK: (u32, u32) = (256, 109_696);
 const SHRINKS_RESIDENT: u32 = 2;
 /// Warps of a block of the prefill expand that work, beside one that fetches; blocks that fit on a multiprocessor.
 const PREFILL_WARPS: u32 = 7;
@@ -206,8 +206,10 @@ impl Chain {
         // x, or what lies behind z.
         let activations = if kernel.is_expand() { operands.get(4..) } else { operands.get(3..4) };
         let ahead = !early || unwritten(activations.unwrap_or_default());
-        // The prefill kernels let the next launch start only when the one before them has ended.
-        if !early || matches!(kernel, Kernel::SgmvShrink | Kernel::SgmvExpand) {
+        // The prefill kernels let the next launch start only when the one before them has ended, but for a shrink that
+        // reads x at once: that waits only before it writes z.
+        let ended = kernel == Kernel::SgmvExpand || (kernel == Kernel::SgmvShrink && !ahead);
+        if !early || ended {
             self.written.clear();
         }
         for (operand, region) in kernel.operands().iter().zip(operands) {
