@@ -377,6 +377,30 @@ mod tests {
     }
 
     #[test]
+    fn launches_before_a_prefill_shrink_that_reads_x_at_once_may_still_run_after_its_start() {
+        let regions: Vec<Region> = (1..9).map(memory).collect();
+        let (shrink, expand) = (pipeline(Kernel::SgmvShrink), pipeline(Kernel::SgmvExpand));
+        let [batch, tables, weights, x, z, y, w, v] = &regions[..] else { unreachable!() };
+        let params = params(64, 64, 16);
+        let of_x = [batch, tables, weights, x, z].map(Clone::clone);
+        let to_y = [batch, tables, weights, z, y].map(Clone::clone);
+        let of_y = [batch, tables, weights, y, w].map(Clone::clone);
+        let from_y = [batch, tables, y, x, v].map(Clone::clone);
+        let mut chain = Chain::default();
+        let mut link = |pipeline, operands| chain.link(&Launch::new(pipeline, operands, params).unwrap(), true);
+        link(&shrink, &of_x);
+        link(&expand, &to_y);
+        assert_eq!(link(&shrink, &of_x), Start { early: true, ahead: true });
+        // The expand may still write y, which the shrink after it hasn't waited for.
+        assert_eq!(link(&shrink, &of_y), Start { early: true, ahead: false });
+        // That one has.
+        assert_eq!(link(&shrink, &of_y), Start { early: true, ahead: true });
+        link(&expand, &to_y);
+        link(&shrink, &of_x);
+        assert_eq!(link(&shrink, &from_y), Start { early: false, ahead: true });
+    }
+
+    #[test]
     fn prefill_blocks_fit_on_a_multiprocessor_and_no_more_than_do_are_launched() {
         let kib = 228 * 1024;
         for (kernel, resident) in [(Kernel::SgmvShrink, SHRINKS_RESIDENT), (Kernel::SgmvExpand, EXPANDS_RESIDENT)] {
