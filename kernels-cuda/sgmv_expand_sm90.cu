@@ -369,7 +369,7 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
                     for (u32 s = 0; s < run.steps; s++) fetch_y(run.y_stride, own, s);
                 if (!waited) {
                     wait_for_last();
-                    launch_next();
+                    if (blockIdx.x == 0) launch_next();
                     waited = true;
                 }
                 if (any) fetch(run, own, !early);
@@ -418,6 +418,8 @@ DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* wei
         }
         for (u32 i = 0; i < KNOWN; i++) barrier_init(shared_address(&shared.told[i]), 1);
     }
+    // The next launch starts when all blocks let it: the first one does when the launch before this one has ended.
+    if (blockIdx.x) launch_next();
     u32 blocks = 0;
     for (u32 s = 0; s < p.sites; s++) blocks += div_ceil(p.site[s].out_features, OUTPUTS);
     const u64 all = (u64)p.tiles * blocks;
@@ -450,7 +452,7 @@ DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* wei
     }
     if (warp < WARPS && !waited) {
         wait_for_last();
-        launch_next();
+        if (blockIdx.x == 0) launch_next();
     }
 }
 
