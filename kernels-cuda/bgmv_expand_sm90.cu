@@ -50,8 +50,8 @@ template <u32 ROWS> DEVICE Own<ROWS> own_of(const Params& p, const u32* batch, c
     return own;
 }
 
-// This lane's ranks of COUNT groups from `group` on, all of whose parts are asked for at once if it has one row: z's first parts,
-// added up in order, and the others. Groups from `groups` on are zero.
+// This lane's ranks of COUNT groups from `group` on: the first half of z's parts added up in order, then the others, all of
+// which are asked for at once if a lane has one row. Groups from `groups` on are zero.
 template <u32 COUNT, u32 ROWS> DEVICE void add_up(const Own<ROWS>& own, u32 group, u32 groups, float4 (&z)[COUNT]) {
     constexpr u32 HALF = Z_PARTS / 2;
     // Two lanes share a row if each has one: one half each.
@@ -128,8 +128,8 @@ template <u32 ROWS> DEVICE void keep_all(const Own<ROWS>& own, u32 groups, u32 a
 template <u32 ROWS> struct Sums {
     float of[ROWS][4][4];
 
-    // Adds COUNT products from the `first`-th on; w: this lane's share of each two outputs of B, as a product takes it. `fresh`: to
-    // nothing.
+    // Adds COUNT products from the `first`-th on; w: this lane's share of each two outputs of B, as a product takes it.
+    // `fresh`: to nothing.
     template <u32 COUNT> __device__ __forceinline__ void add(u32 first, bool fresh, const Sides& z, const u32 (&w)[COUNT][4]) {
 #pragma unroll
         for (u32 m = 0; m < COUNT; m++) product(of[0][first + m], fresh, w[m], z.lower);
@@ -191,7 +191,8 @@ constexpr u32 UNIT = 2048;
 constexpr u32 Y_BYTES = 32 * 16;
 constexpr u32 RING = AHEAD * (UNIT + 2 * Y_BYTES);
 
-// y of a run's tiles, on its way from and to memory: of as many ahead as there are PLACES, all asked for in AHEAD groups of copies.
+// y of a run's tiles, on its way from and to memory: of as many ahead as there are PLACES, all asked for in AHEAD groups of
+// copies.
 template <u32 ROWS, u32 PLACES> struct Stream {
     u16* y[ROWS];   // of the next tile
     bool is[ROWS];
@@ -220,12 +221,12 @@ template <u32 ROWS, u32 PLACES> struct Stream {
     }
 };
 
-// Whole tiles, aligned rows, RANK ranks that fill the rows of B: nearly all runs. ROWS: of a lane. Unless `waited`, waits before it
-// reads z and y. `ring`: this warp's.
+// Whole tiles, aligned rows, RANK ranks that fill the rows of B: nearly all runs. ROWS: of a lane. Unless `waited`, waits
+// before it reads z and y. `ring`: this warp's.
 //
-// B of a tile is neighbours. A unit is, of each eight outputs, 256 bytes (all 128 of 8 ranks): that of outputs 8g.. lies in the g-th
-// part of its place, in pieces of 16 bytes, of which those of 128 bytes change places by g: lines stay together, which copies take in
-// one go, and what is read at once lies in different banks.
+// B of a tile is neighbours. A unit is, of each eight outputs, 256 bytes (all 128 of 8 ranks): that of outputs 8g.. lies in
+// the g-th part of its place, in pieces of 16 bytes, of which those of 128 bytes change places by g: lines stay together,
+// which copies take in one go, and what is read at once lies in different banks.
 template <u32 ROWS, u32 RANK>
 DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, bool waited) {
     constexpr bool EIGHT = RANK == 8;
@@ -263,8 +264,9 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
 #pragma unroll
         for (u32 c = 0; c < GROUPS; c++) sides[c] = sides_of<ROWS>(sum[c]);
     }
-    // A product takes two outputs of each eight, l / 8 % 2 the one that this lane points to, and half l / 16 of a group of ranks (of 8
-    // ranks, two products take output l / 8 of four). Its piece of a unit, of which the lower three bits are changed by the eight.
+    // A product takes two outputs of each eight, l / 8 % 2 the one that this lane points to, and half l / 16 of a group of
+    // ranks (of 8 ranks, two products take output l / 8 of four). Its piece of a unit, of which the lower three bits are
+    // changed by the eight.
     const u32 piece = EIGHT ? lane / 8 : lane / 8 % 2 * (2 * GROUPS) + lane / 16, part = EIGHT ? 128 : 256;
     u32 read[4];
 #pragma unroll
@@ -310,8 +312,8 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
     }
 }
 
-// The same of any ranks, in units of RANKS ranks of all outputs; VECTORS: there are gains and offsets. `z_kept`: where this warp
-// keeps z.
+// The same of any ranks, in units of RANKS ranks of all outputs; VECTORS: there are gains and offsets. `z_kept`: where this
+// warp keeps z.
 template <u32 ROWS, bool VECTORS>
 DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, u32 z_kept, bool waited) {
     const u32 lane = threadIdx.x % 32;
@@ -386,8 +388,8 @@ DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Ru
     }
 }
 
-// A run of any kind: ragged outputs, rows of y at odd places, vectors. Its weights go straight to registers. `wide`: y is aligned, and
-// no eighth of a tile ragged.
+// A run of any kind: ragged outputs, rows of y at odd places, vectors. Its weights go straight to registers. `wide`: y is
+// aligned, and no eighth of a tile ragged.
 DEVICE void odd_run(const Params& p, const u32* batch, const float* z, const Run& run, bool wide, u32 z_kept, bool waited) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const u32 groups = div_ceil(run.rank, RANKS), out = p.site[run.site].out_features;
@@ -438,8 +440,8 @@ DEVICE void plain_run(const Params& p, const u32* batch, const float* z, const R
 // Tiles that a pack has at a site; of those past the last, none.
 DEVICE u32 tiles_of(const Params& p, u32 site) { return site < p.sites ? div_ceil(p.site[site].out_features, TILE) : 0; }
 
-// A warp's share of the packs' tiles, `each` of a pack. While there are warps for it, tiles of one pack and site, since another run
-// begins only when the last has ended: as few as let all tiles be some warp's.
+// A warp's share of the packs' tiles, `each` of a pack. While there are warps for it, tiles of one pack and site, since
+// another run begins only when the last has ended: as few as let all tiles be some warp's.
 DEVICE Share share_of_tiles(const Params& p, u32 packs, u32 each, u32 own, u32 all) {
     if (packs == 0 || packs * p.sites > all) return share_of(packs * each, own, all);
     u32 most = div_ceil(packs * each, all), pieces = 0;

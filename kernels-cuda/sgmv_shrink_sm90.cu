@@ -70,8 +70,8 @@ DEVICE u32 work_begin(const Shared& shared, u32 i) {
     return word * 32 + __ffs(__ballot_sync(0xffffffffu, is)) - 1;
 }
 
-// Where this lane's 16 bytes of a piece are: those of a row stay together in a line of 128 bytes, and any eight rows' of the same
-// columns are in different banks.
+// Where this lane's 16 bytes of a piece are: those of a row stay together in a line of 128 bytes, and any eight rows' of
+// the same columns are in different banks.
 DEVICE u32 place_in_piece(u32 row, u32 eighth) { return row * 64 + (eighth ^ row / 2) * 16; }
 
 // 16 bytes from global to shared memory, all of them read.
