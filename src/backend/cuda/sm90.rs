@@ -276,7 +276,8 @@ mod tests {
         let mut operands: Vec<Region> = (1..6).map(memory).collect();
         operands[0] = operands[0].slice(0, 160 + packs * size_of::<Pack>() as u64).unwrap();
         let pipeline = pipeline(kernel);
-        let launch = Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, slots: 999, ..params }).unwrap();
+        let launch =
+            Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, slots: 999, ..params }).unwrap();
         let shape = shape(&launch, H200);
         assert_eq!(u64::from(shape.params.tiles), packs);
         shape.groups
