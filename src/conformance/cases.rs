@@ -61,7 +61,7 @@ pub fn smoke() -> Vec<Case> {
 
 /// The whole table of cases at the level of launches.
 pub fn all() -> Vec<Case> {
-    let groups = [smoke, ranks, widths, rows, mixes, sites, layouts, gathers, splits, values, vectors, hostile];
+    let groups = [smoke, ranks, tiles, widths, rows, mixes, sites, layouts, gathers, splits, values, vectors, hostile];
     let plain: Vec<Case> = groups.into_iter().flat_map(|group| group()).collect();
     let packed = packed(&plain);
     plain.into_iter().chain(packed).collect()
@@ -113,6 +113,38 @@ fn ranks() -> Vec<Case> {
             for rank in [33, 128] {
                 let wide = Case { ranks: Ranks::All(rank), max_rank: rank + 7, values: Values::Real, ..swept(rank) };
                 cases.push(Case { op, act, weight, in_features: 80, outs: vec![131], rows: 9, ..wide });
+            }
+        }
+    }
+    cases
+}
+
+/// Ranks that fill B's rows and some that don't, outputs in whole tiles: kernels may have ways of their own for these. One row a
+/// slot and many, a tile a worker and several.
+fn tiles() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for op in Op::ALL {
+        for rank in [8, 16, 24, 32, 64, 128] {
+            let of = |outs: &[u32]| Case {
+                op,
+                act: DType::Bf16,
+                weight: DType::Bf16,
+                in_features: 80,
+                outs: outs.to_vec(),
+                ranks: Ranks::All(rank),
+                max_rank: rank,
+                row_scales: true,
+                ..Case::default()
+            };
+            let few = Case { rows: 9, slots: 9, mix: Mix::Distinct, values: Values::Real, ..of(&[64, 192]) };
+            cases.push(Case { in_features: 2304, ..few.clone() });
+            cases.push(few);
+            cases.push(Case { rows: 41, slots: 3, mix: Mix::Zipf, nulls: true, vectors: true, ..of(&[320, 64, 128]) });
+            cases.push(Case { max_rank: 2 * rank, rows: 41, slots: 3, mix: Mix::Uniform, ..of(&[320, 100]) });
+            // Several tiles for each worker of a large device.
+            if [8, 16, 64].contains(&rank) {
+                let (rows, slots) = if rank == 8 { (12, 12) } else { (24, 3) };
+                cases.push(Case { rows, slots, mix: Mix::Distinct, ..of(&[12_288, 4864]) });
             }
         }
     }
