@@ -9,8 +9,9 @@
 // RANKS, of each the low parts before the high ones in one sum, the middle parts in another, added at the end.
 #include "expand_runs.cuh"
 
-// Tiles that a pack has at a site; of those past the last, none.
-DEVICE u32 tiles_of(const Params& p, u32 site) { return site < p.sites ? div_ceil(p.site[site].out_features, TILE) : 0; }
+// Tiles that a pack has at a site; at those past the last, none.
+DEVICE u32 tiles_of(const SiteParams& site) { return div_ceil(site.out_features, TILE); }
+DEVICE u32 tiles_of(const Params& p, u32 site) { return site < p.sites ? tiles_of(p.site[site]) : 0; }
 
 // A warp's share of the packs' tiles, `each` of a pack. While there are warps for it, tiles of one pack and site, since
 // another run begins only when the last has ended: as few as let all tiles be some warp's.
@@ -67,8 +68,8 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
             u32 tile = pack * each;
 #pragma unroll
             for (u32 i = 0; i < MAX_SITES - 1; i++)
-                if (i < s) tile += div_ceil(p.site[i].out_features, TILE);
-            const u32 count = div_ceil(p.site[s].out_features, TILE);
+                if (i < s) tile += tiles_of(p.site[i]);
+            const u32 count = tiles_of(p.site[s]);
             mine.first = saturating(share.first, tile);
             mine.end = saturating(share.end, tile) < count ? saturating(share.end, tile) : count;
             if (mine.first < mine.end) {

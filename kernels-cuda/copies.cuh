@@ -8,7 +8,11 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 DEVICE void copy16(u32 to, const void* from, u32 count) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
 }
-// The same of 16 bytes, where `is` isn't 0.
+// The same of all 16.
+DEVICE void copy_all16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same where `is` isn't 0.
 DEVICE void copy16_if(u32 is, u32 to, const void* from) {
     asm volatile("{.reg .pred is; setp.ne.u32 is, %0, 0; @is cp.async.cg.shared.global.L2::128B [%1], [%2], 16;}" ::"r"(is),
                  "r"(to), "l"(from)

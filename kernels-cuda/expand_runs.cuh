@@ -38,6 +38,12 @@ template <u32 ROWS, u32 PLACES> struct Stream {
     }
 };
 
+// Where this lane's part of the `n`-th 512 bytes of a unit goes, which is of eight outputs from 8 * `eight` on.
+DEVICE u32 place_of_copy(u32 ring, u32 n, u32 eight) {
+    const u32 lane = threadIdx.x % 32;
+    return ring + n * 512 + lane / 8 * 128 + (lane % 8 ^ eight) * 16;
+}
+
 // Whole tiles, aligned rows, RANK ranks that fill the rows of B: nearly all runs. ROWS: of a lane. Unless `waited`, waits
 // before it reads z and y. `ring`: this warp's.
 //
@@ -57,7 +63,7 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
 #pragma unroll
     for (u32 n = 0; n < COPIES; n++) {
         const u32 eight = EIGHT ? n * 4 + lane / 8 : n * 2 + lane / 16;
-        to[n] = ring + n * 512 + lane / 8 * 128 + (lane % 8 ^ eight) * 16;
+        to[n] = place_of_copy(ring, n, eight);
     }
     // The unit that is the tile's i-th, to a place.
     auto ask_b = [&](u32 i, u32 place) {
@@ -142,7 +148,7 @@ DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Ru
     u64 ask = run.b + (run.first * TILE + lane / 2) * run.b_row + lane % 2 * 16;
     u32 to[4];
 #pragma unroll
-    for (u32 n = 0; n < 4; n++) to[n] = ring + n * 512 + lane / 8 * 128 + (lane % 8 ^ (n * 2 + lane / 16)) * 16;
+    for (u32 n = 0; n < 4; n++) to[n] = place_of_copy(ring, n, n * 2 + lane / 16);
     u32 ask_group = 0;
     // Of the ranks that there are in the last group.
     const u32 there = 2 * saturating(run.rank, (groups - 1) * RANKS + lane % 2 * 8), rest = there < 16 ? there : 16;

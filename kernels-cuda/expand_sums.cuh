@@ -169,11 +169,8 @@ DEVICE uint4 shaped8(const Run& run, u64 offsets, const Own<ROWS>& own, u32 i, u
     u32 word[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (u32 m = 0; m < 4; m++)
-        if (2 * m < left) {
-            // Pairs begin at even outputs, and vectors are padded past odd ends.
-            const float* from = run.gains + n + 2 * m;
+        if (2 * m < left)
             word[m] = shape2(word[m], run.scale, own.scale[i], sums.total(i, 2 * m), sums.total(i, 2 * m + 1),
-                             *reinterpret_cast<const float2*>(from), *reinterpret_cast<const float2*>(from + offsets));
-        }
+                             run.gains + n + 2 * m, offsets);
     return make_uint4(word[0], word[1], word[2], word[3]);
 }

@@ -33,13 +33,7 @@ DEVICE ZStrides z_strides(const Params& p) {
     return {site, (u64)site * p.sites, (u64)site * p.sites * p.rows};
 }
 
-// Past the first-level cache, which may hold what was there before the launch that this one has waited for.
-DEVICE float4 shared_cache(const float* p) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
-    return v;
-}
-// The same where `is`, else zeros.
+// Past the first-level cache, which may hold what was there before the launch that this one has waited for; where not `is`, zeros.
 DEVICE float4 shared_cache_if(bool is, const float* p) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     asm volatile("{.reg .pred is; setp.ne.u32 is, %5, 0; @is ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];}"
@@ -61,17 +55,11 @@ DEVICE uint4 weights16(u64 p) {
     return v;
 }
 
-DEVICE float4 add4(const float4& a, const float4& b) {
-    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
-}
 // Of the lane whose number differs in bit `bit`.
 DEVICE float4 of_other_lane(const float4& v, u32 bit) {
     return make_float4(__shfl_xor_sync(~0u, v.x, bit), __shfl_xor_sync(~0u, v.y, bit), __shfl_xor_sync(~0u, v.z, bit),
                        __shfl_xor_sync(~0u, v.w, bit));
 }
-DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(~0u, value, lane); }
-DEVICE u64 from_lane(u64 value, u32 lane) { return __shfl_sync(~0u, value, lane); }
-DEVICE float from_lane(float value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 
 // The slot of a pack; without packs each row of the launch is one by itself.
 DEVICE int slot_of(const Params& p, const u32* batch, u32 pack) {

@@ -74,11 +74,6 @@ DEVICE u32 work_begin(const Shared& shared, u32 i) {
 // the same columns are in different banks.
 DEVICE u32 place_in_piece(u32 row, u32 eighth) { return row * 64 + (eighth ^ row / 2) * 16; }
 
-// 16 bytes from global to shared memory, all of them read.
-DEVICE void copy_all16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
 // The cluster's threads meet: what they have stored before they arrive is there for those that have waited.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -100,7 +95,6 @@ DEVICE void store_there(u32 to, const float (&v)[4]) {
 
 DEVICE u32 lane_of() { return threadIdx.x % 32; }
 DEVICE u32 warp_of() { return threadIdx.x / 32; }
-DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
 // Tiles of one slot, as one of a cluster's threads sees them.
 struct Work {
@@ -296,8 +290,7 @@ template <u32 EACH> struct Pass {
 #pragma unroll
             for (u32 i = 1; i < CLUSTER; i++) {
                 const float4 part = inbox[(i * BLOCKS + b) * 32];
-                total = make_float4(__fadd_rn(total.x, part.x), __fadd_rn(total.y, part.y), __fadd_rn(total.z, part.z),
-                                    __fadd_rn(total.w, part.w));
+                total = add4(total, part);
             }
 #pragma unroll
             for (u32 h = 0; h < 2; h++) {

@@ -55,9 +55,14 @@ DEVICE void clear(float (&sum)[4][4]) {
 }
 
 // Has the value looked up by now, not when it is first used.
-DEVICE void settle(u32& value) { asm volatile("" : "+r"(value)); }
 DEVICE void settle(float& value) { asm volatile("" : "+f"(value)); }
 template <class T> DEVICE void settle(T*& value) { asm volatile("" : "+l"(value)); }
+
+DEVICE float4 add4(const float4& a, const float4& b) {
+    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+// What a lane of the warp has, of any 4 or 8 bytes.
+template <class T> DEVICE T from_lane(T value, u32 lane) { return __shfl_sync(~0u, value, lane); }
 
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
 
@@ -73,8 +78,10 @@ DEVICE u32 add2(u32 word, float scale, float low, float high) {
     return pair_of_bf16(__fmaf_rn(scale, low, low_half(word)), __fmaf_rn(scale, high, high_half(word)));
 }
 
-// The same with the gains and offsets of two outputs.
-DEVICE u32 shape2(u32 word, float site_scale, float row_scale, float low, float high, float2 gain, float2 offset) {
+// The same with gains and, `offsets` floats behind them, offsets of two outputs of which the first is even: vectors are padded past
+// odd ends.
+DEVICE u32 shape2(u32 word, float site_scale, float row_scale, float low, float high, const float* gains, u64 offsets) {
+    const float2 gain = *reinterpret_cast<const float2*>(gains), offset = *reinterpret_cast<const float2*>(gains + offsets);
     return pair_of_bf16(shaped(low_half(word), low, site_scale, row_scale, gain.x, offset.x),
                         shaped(high_half(word), high, site_scale, row_scale, gain.y, offset.y));
 }
@@ -89,11 +96,7 @@ DEVICE uint4 expand8(const SiteParams& site, const uint4& y, float site_scale, f
         if (!gains) {
             word[i] = add2(word[i], scale, s[i][half], s[i][half + 1]);
         } else if (n + 2 * i < site.out_features) {
-            // Pairs begin at even outputs, and vectors are padded past odd ends.
-            const float* from = gains + (n + 2 * i);
-            word[i] = shape2(word[i], site_scale, row_scale, s[i][half], s[i][half + 1],
-                             *reinterpret_cast<const float2*>(from),
-                             *reinterpret_cast<const float2*>(from + vector_len(site)));
+            word[i] = shape2(word[i], site_scale, row_scale, s[i][half], s[i][half + 1], gains + (n + 2 * i), vector_len(site));
         }
     }
     return make_uint4(word[0], word[1], word[2], word[3]);

@@ -143,18 +143,17 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
     let pieces = |outputs: u32| -> u64 {
         params.site[..params.sites as usize].iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum()
     };
+    // One block a multiprocessor until so many items come on each, then two.
+    let blocks_of = |items: u64, busy: u64| {
+        let beside = if items > busy * multiprocessors { 2 } else { 1 };
+        [items.min(beside * multiprocessors) as u32, 1, 1]
+    };
     let groups = match kernel {
         Kernel::BgmvShrink => {
             let of_pack = u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites);
-            let items = packs * of_pack;
-            let beside = if items > BUSY_ITEMS * multiprocessors { 2 } else { 1 };
-            [items.min(beside * multiprocessors) as u32, 1, 1]
+            blocks_of(packs * of_pack, BUSY_ITEMS)
         }
-        Kernel::BgmvExpand => {
-            let tiles = packs * pieces(TILE_OUTPUTS);
-            let beside = if tiles > BUSY_TILES * multiprocessors { 2 } else { 1 };
-            [tiles.min(beside * multiprocessors) as u32, 1, 1]
-        }
+        Kernel::BgmvExpand => blocks_of(packs * pieces(TILE_OUTPUTS), BUSY_TILES),
         // As many clusters as fit at once, or as there can be works: runs of one slot are cut into works.
         Kernel::SgmvShrink => {
             let works = u64::from(params.tiles.div_ceil(CLUSTER)) + u64::from(params.slot_count);
@@ -356,49 +355,51 @@ mod tests {
         assert!(!early(&mut chain, &shrinks(&a), true), "after a write or copy");
     }
 
+    /// Memory that prefill launches name.
+    const WEIGHTS: usize = 2;
+    const X: usize = 3;
+    const Z: usize = 4;
+    const Y: usize = 5;
+    const W: usize = 6;
+    const V: usize = 7;
+
+    /// Links prefill launches one after the other: a kernel, and the memory of its weights, of what it reads and of what it writes.
+    fn prefill_chain() -> impl FnMut(Kernel, [usize; 3]) -> Start {
+        let regions: Vec<Region> = (1..9).map(memory).collect();
+        let mut chain = Chain::default();
+        move |kernel, of| {
+            let operands = [0, 1, of[0], of[1], of[2]].map(|at| regions[at].clone());
+            chain.link(&Launch::new(&pipeline(kernel), &operands, params(64, 64, 16)).unwrap(), true)
+        }
+    }
+
     #[test]
     fn activations_are_read_ahead_when_no_running_launch_writes_them_and_prefill_launches_run_two_at_a_time() {
-        let regions: Vec<Region> = (1..9).map(memory).collect();
-        let (shrink, expand) = (pipeline(Kernel::SgmvShrink), pipeline(Kernel::SgmvExpand));
-        let [batch, tables, weights, x, z, y, w, v] = &regions[..] else { unreachable!() };
-        let params = params(64, 64, 16);
-        let first = [batch, tables, weights, x, z].map(Clone::clone);
-        let second = [batch, tables, weights, z, y].map(Clone::clone);
-        let of_y = [batch, tables, weights, y, w].map(Clone::clone);
-        let of_w = [batch, tables, weights, w, v].map(Clone::clone);
-        let mut chain = Chain::default();
-        let mut link = |pipeline, operands| chain.link(&Launch::new(pipeline, operands, params).unwrap(), true);
-        assert_eq!(link(&shrink, &first), Start { early: false, ahead: true });
-        assert_eq!(link(&expand, &second), Start { early: true, ahead: true });
-        assert_eq!(link(&shrink, &of_y), Start { early: true, ahead: false });
-        assert_eq!(link(&expand, &of_w), Start { early: true, ahead: true });
+        let (shrink, expand) = (Kernel::SgmvShrink, Kernel::SgmvExpand);
+        let mut link = prefill_chain();
+        assert_eq!(link(shrink, [WEIGHTS, X, Z]), Start { early: false, ahead: true });
+        assert_eq!(link(expand, [WEIGHTS, Z, Y]), Start { early: true, ahead: true });
+        assert_eq!(link(shrink, [WEIGHTS, Y, W]), Start { early: true, ahead: false });
+        assert_eq!(link(expand, [WEIGHTS, W, V]), Start { early: true, ahead: true });
         // The launch before has waited for the one that writes y.
-        assert_eq!(link(&expand, &second), Start { early: true, ahead: true });
-        assert_eq!(link(&expand, &second), Start { early: true, ahead: false });
+        assert_eq!(link(expand, [WEIGHTS, Z, Y]), Start { early: true, ahead: true });
+        assert_eq!(link(expand, [WEIGHTS, Z, Y]), Start { early: true, ahead: false });
     }
 
     #[test]
     fn launches_before_a_prefill_shrink_that_reads_x_at_once_may_still_run_after_its_start() {
-        let regions: Vec<Region> = (1..9).map(memory).collect();
-        let (shrink, expand) = (pipeline(Kernel::SgmvShrink), pipeline(Kernel::SgmvExpand));
-        let [batch, tables, weights, x, z, y, w, v] = &regions[..] else { unreachable!() };
-        let params = params(64, 64, 16);
-        let of_x = [batch, tables, weights, x, z].map(Clone::clone);
-        let to_y = [batch, tables, weights, z, y].map(Clone::clone);
-        let of_y = [batch, tables, weights, y, w].map(Clone::clone);
-        let from_y = [batch, tables, y, x, v].map(Clone::clone);
-        let mut chain = Chain::default();
-        let mut link = |pipeline, operands| chain.link(&Launch::new(pipeline, operands, params).unwrap(), true);
-        link(&shrink, &of_x);
-        link(&expand, &to_y);
-        assert_eq!(link(&shrink, &of_x), Start { early: true, ahead: true });
+        let (shrink, expand) = (Kernel::SgmvShrink, Kernel::SgmvExpand);
+        let mut link = prefill_chain();
+        link(shrink, [WEIGHTS, X, Z]);
+        link(expand, [WEIGHTS, Z, Y]);
+        assert_eq!(link(shrink, [WEIGHTS, X, Z]), Start { early: true, ahead: true });
         // The expand may still write y, which the shrink after it hasn't waited for.
-        assert_eq!(link(&shrink, &of_y), Start { early: true, ahead: false });
+        assert_eq!(link(shrink, [WEIGHTS, Y, W]), Start { early: true, ahead: false });
         // That one has.
-        assert_eq!(link(&shrink, &of_y), Start { early: true, ahead: true });
-        link(&expand, &to_y);
-        link(&shrink, &of_x);
-        assert_eq!(link(&shrink, &from_y), Start { early: false, ahead: true });
+        assert_eq!(link(shrink, [WEIGHTS, Y, W]), Start { early: true, ahead: true });
+        link(expand, [WEIGHTS, Z, Y]);
+        link(shrink, [WEIGHTS, X, Z]);
+        assert_eq!(link(shrink, [Y, X, V]), Start { early: false, ahead: true });
     }
 
     #[test]
