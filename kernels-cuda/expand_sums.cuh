@@ -135,15 +135,15 @@ template <u32 ROWS> struct Sums {
     // The same of eight ranks and all outputs, to nothing.
     __device__ __forceinline__ void set(const Sides& z, const u32 (&w)[4][2]) {
 #pragma unroll
-        for (u32 m = 0; m < 4; m++) first_mma8(of[0][m], w[m][0], w[m][1], z.lower[0]);
+        for (u32 m = 0; m < 4; m++) Words<Bf16>::first_mma8(of[0][m], w[m][0], w[m][1], z.lower[0]);
         if (ROWS == 2)
 #pragma unroll
-            for (u32 m = 0; m < 4; m++) first_mma8(of[ROWS - 1][m], w[m][0], w[m][1], z.middle[0]);
+            for (u32 m = 0; m < 4; m++) Words<Bf16>::first_mma8(of[ROWS - 1][m], w[m][0], w[m][1], z.middle[0]);
 #pragma unroll
-        for (u32 m = 0; m < 4; m++) mma8(of[0][m], w[m][0], w[m][1], z.upper[0]);
+        for (u32 m = 0; m < 4; m++) Words<Bf16>::mma8(of[0][m], w[m][0], w[m][1], z.upper[0]);
     }
     DEVICE void product(float (&sum)[4], bool fresh, const u32 (&w)[4], const u32 (&z)[2]) {
-        if (fresh) first_mma(sum, w[0], w[1], w[2], w[3], z[0], z[1]);
+        if (fresh) Words<Bf16>::first_mma(sum, w[0], w[1], w[2], w[3], z[0], z[1]);
         else mma(sum, w[0], w[1], w[2], w[3], z[0], z[1]);
     }
     // Of row `i`, output 8g + n.

@@ -1,37 +1,12 @@
-// What the kernels for sm_90 share: bf16 tensor-core products, and the start before the end of the launch before.
+// What the kernels for sm_90 share: words of elements, and the start before the end of the launch before.
 #pragma once
-#include "common.cuh"
+#include "words.cuh"
 
 // Ranks that one product takes.
 constexpr u32 RANKS = 16;
 
 // c += A B, of 16x16 and 16x8 bf16.
-DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// c = A B.
-DEVICE void first_mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
-// The same of 16x8 and 8x8 bf16.
-DEVICE void mma8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(b0));
-}
-DEVICE void first_mma8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%7,%7,%7};"
-                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(b0), "f"(0.0f));
-}
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { Words<Bf16>::mma(c, a0, a1, a2, a3, b0, b1); }
 
 // The first `count` of eight elements, the others zero.
 DEVICE uint4 some8(const u16* p, u32 count) {
@@ -66,27 +41,24 @@ template <class T> DEVICE T from_lane(T value, u32 lane) { return __shfl_sync(~0
 
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
 
-// Two floats rounded to bf16, side by side.
-DEVICE u32 pair_of_bf16(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-DEVICE float low_half(u32 word) { return __uint_as_float(word << 16); }
-DEVICE float high_half(u32 word) { return __uint_as_float(word & 0xffff0000u); }
-DEVICE u32 add2(u32 word, float scale, float low, float high) {
-    return pair_of_bf16(__fmaf_rn(scale, low, low_half(word)), __fmaf_rn(scale, high, high_half(word)));
+// Two elements of y, to which `scale` times two sums is added.
+template <class E = Bf16> DEVICE u32 add2(u32 word, float scale, float low, float high) {
+    typedef Words<E> W;
+    return W::pair(__fmaf_rn(scale, low, W::low(word)), __fmaf_rn(scale, high, W::high(word)));
 }
 
 // The same with gains and, `offsets` floats behind them, offsets of two outputs of which the first is even: vectors are padded past
 // odd ends.
+template <class E = Bf16>
 DEVICE u32 shape2(u32 word, float site_scale, float row_scale, float low, float high, const float* gains, u64 offsets) {
     const float2 gain = *reinterpret_cast<const float2*>(gains), offset = *reinterpret_cast<const float2*>(gains + offsets);
-    return pair_of_bf16(shaped(low_half(word), low, site_scale, row_scale, gain.x, offset.x),
-                        shaped(high_half(word), high, site_scale, row_scale, gain.y, offset.y));
+    typedef Words<E> W;
+    return W::pair(shaped(W::low(word), low, site_scale, row_scale, gain.x, offset.x),
+                   shaped(W::high(word), high, site_scale, row_scale, gain.y, offset.y));
 }
 
 // Eight outputs of a row, from output `n` on: columns `half` and the next of four products. `gains`: of the pair.
+template <class E = Bf16>
 DEVICE uint4 expand8(const SiteParams& site, const uint4& y, float site_scale, float row_scale, const float (&s)[4][4],
                      u32 half, const float* gains, u32 n) {
     u32 word[4] = {y.x, y.y, y.z, y.w};
@@ -94,20 +66,13 @@ DEVICE uint4 expand8(const SiteParams& site, const uint4& y, float site_scale, f
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         if (!gains) {
-            word[i] = add2(word[i], scale, s[i][half], s[i][half + 1]);
+            word[i] = add2<E>(word[i], scale, s[i][half], s[i][half + 1]);
         } else if (n + 2 * i < site.out_features) {
-            word[i] = shape2(word[i], site_scale, row_scale, s[i][half], s[i][half + 1], gains + (n + 2 * i), vector_len(site));
+            word[i] = shape2<E>(word[i], site_scale, row_scale, s[i][half], s[i][half + 1], gains + (n + 2 * i),
+                                vector_len(site));
         }
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// The upper halves of two floats, side by side; what is left of the floats stays in them.
-DEVICE u32 take_high(float& low, float& high) {
-    const u32 a = __float_as_uint(low) & 0xffff0000u, b = __float_as_uint(high) & 0xffff0000u;
-    low = __fsub_rn(low, __uint_as_float(a));
-    high = __fsub_rn(high, __uint_as_float(b));
-    return a >> 16 | b;
 }
 
 // The launch before may still run when this one starts: weights, tables and batch are not its to write. All else
