@@ -1,4 +1,4 @@
-// z[row][z_offset + r] = sum_k A[slot(tile)][r][k] * x[row][k], for r < rank: prefill in bf16 for sm_90.
+// z[row][z_offset + r] = sum_k A[slot(tile)][r][k] * x[row][k], for r < rank: prefill in bf16 or f16 for sm_90.
 //
 //   cluster  CLUSTER blocks: works of up to CLUSTER tiles of one slot, and of up to MOST blocks of 8 ranks of all sites; the
 //            blocks split the columns
@@ -150,7 +150,7 @@ DEVICE void fetch_x(const Params& p, const Work& work, u32 to, u32 chunk) {
 }
 
 // A pass over the work's x for `blocks` blocks of ranks from `begin` on, at most 2 * EACH.
-template <u32 EACH> struct Pass {
+template <class E, u32 EACH> struct Pass {
     typedef Layout<EACH> Places;
     static constexpr u32 STAGES = Places::STAGES, BLOCKS = Places::BLOCKS, A_STAGE = Places::A_STAGE;
     // Pieces of A that a thread fetches of a chunk; not all warps have the last.
@@ -241,7 +241,8 @@ template <u32 EACH> struct Pass {
                     for (u32 k = 0; k < 2; k++)
 #pragma unroll
                         for (u32 t = 0; t < 2; t++)
-                            mma(sum[t][b], v[t][k][0], v[t][k][1], v[t][k][2], v[t][k][3], w[2 * k], w[2 * k + 1]);
+                            Words<E>::mma(sum[t][b], v[t][k][0], v[t][k][1], v[t][k][2], v[t][k][3], w[2 * k],
+                                          w[2 * k + 1]);
                 }
             }
             stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -308,20 +309,18 @@ template <u32 EACH> struct Pass {
     }
 };
 
-template <u32 EACH>
+template <class E, u32 EACH>
 DEVICE void run_pass(const Params& p, Shared& shared, const Work& work, const Matrices& matrices, const u32* batch,
                      const unsigned char* weights, u32 begin, u32 blocks, u32 early, u32 block, float* z, bool& waited) {
-    Pass<EACH> pass = {p, shared, work, matrices, weights, begin, blocks, early};
+    Pass<E, EACH> pass = {p, shared, work, matrices, weights, begin, blocks, early};
     pass.prepare();
     float sum[2][EACH][4];
     pass.multiply(sum);
     pass.add_up(batch, block, z, sum, waited);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLOCK, 2)
-    lorapool_sgmv_shrink_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
-                                   const unsigned char* __restrict__ weights, const u16* x, float* z,
-                                   const __grid_constant__ Params p) {
+template <class E>
+DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* weights, const u16* x, float* z, const Params& p) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Where x may be read at once, only z waits for the launch before, and the next one may start beside this.
@@ -395,11 +394,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLO
                 continue;
             }
             const u32 blocks = all - begin < each ? all - begin : each;
-            if (blocks <= 2) run_pass<1>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
-            else if (blocks <= 4) run_pass<2>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
-            else if (blocks <= 6) run_pass<3>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
-            else if (blocks <= 8) run_pass<4>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
-            else run_pass<6>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            if (blocks <= 2) run_pass<E, 1>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else if (blocks <= 4) run_pass<E, 2>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else if (blocks <= 6) run_pass<E, 3>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else if (blocks <= 8) run_pass<E, 4>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
+            else run_pass<E, 6>(p, shared, work, matrices, batch, weights, begin, blocks, early, block, z, waited);
         }
         before += works;
     }
@@ -408,3 +407,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLO
         if (p.z_parts == 0) launch_next();
     }
 }
+
+#define ENTRY(name, E)                                                                                                 \
+    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLOCK, 2)                             \
+        lorapool_sgmv_shrink_##name##_##name(const u32* __restrict__ batch, const u32* __restrict__ tables,            \
+                                             const unsigned char* __restrict__ weights, const u16* x, float* z,        \
+                                             const __grid_constant__ Params p) {                                       \
+        shrink<E>(batch, tables, weights, x, z, p);                                                                    \
+    }
+ENTRY(bf16, Bf16)
+ENTRY(f16, F16)
