@@ -8,7 +8,7 @@ use lorapool::adapter::{BaseModel, load};
 use lorapool::backend::best;
 use lorapool::manager::{LoraAdapterInput, LoraWeights, SlotRef};
 use lorapool::ops::{Applier, Matrix, Op, Output};
-use lorapool::pool::PoolSpec;
+use lorapool::pool::{Capacity, PoolSpec};
 use lorapool::{DType, Result};
 
 fn main() -> Result<()> {
@@ -37,7 +37,7 @@ fn main() -> Result<()> {
     let batch = [weights.slot_of("sql"), weights.slot_of("chat"), None, weights.slot_of("sql")];
     let slot = |slot: Option<usize>| (slot.map_or(SlotRef::Base, |slot| SlotRef::Slot(slot as u32)), 1.0);
     let plan = weights.plan(batch.map(slot))?;
-    let capacity = plan.capacity();
+    let capacity = Capacity::any(rows);
     let applier = Applier::new(&*gpu, &pool, DType::F32, capacity)?;
     let step =
         gpu.capture(&mut |encoder| applier.encode(encoder, &pool, Op::Bgmv, capacity, &x, &[Output { site, y: &y }]))?;

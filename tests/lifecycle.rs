@@ -60,7 +60,7 @@ struct Captured {
 impl Captured {
     fn new(weights: &LoraWeights, op: Op) -> Self {
         let (gpu, pool) = (weights.gpu(), weights.storage());
-        let capacity = Capacity { rows: ROWS, tiles: ROWS };
+        let capacity = Capacity::any(ROWS);
         let applier = Applier::new(&**gpu, pool, DType::F32, capacity).unwrap();
         let upload = |width: u32, salt: u32| {
             let value = |i: u32| ((i * 29 + salt * 17) % 64) as f32 / 64.0 - 0.5;
@@ -213,7 +213,7 @@ impl Routed {
     fn new(weights: &LoraWeights, op: Op) -> Self {
         let (gpu, storage) = (weights.gpu(), weights.storage());
         let pool = storage.experts().unwrap();
-        let capacity = Capacity { rows: ROWS, tiles: ROWS };
+        let capacity = Capacity::any(ROWS);
         let tokens = Applier::new(&**gpu, storage, DType::F32, capacity).unwrap();
         let applier = ExpertApplier::new(&**gpu, pool, DType::F32, ROWS).unwrap();
         let experts = gpu.alloc(4 * u64::from(ROWS), "experts").unwrap();

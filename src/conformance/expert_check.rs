@@ -38,7 +38,7 @@ pub fn check_experts(
     let layers = Layers {
         backend,
         pool: experts,
-        tokens: &Applier::new(backend, pool, act, Capacity { rows: tokens, tiles: 0 })?,
+        tokens: &Applier::new(backend, pool, act, Capacity::of_slots(tokens, 0))?,
         applier: &ExpertApplier::new(backend, experts, act, tokens * TOP_K)?,
         resident: Resident::new(experts, slots.iter().map(|adapter| Some(*adapter))),
     };

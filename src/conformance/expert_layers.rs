@@ -149,7 +149,7 @@ impl Layers<'_> {
         let words = routes(step);
         let plan = Plan::new(step.batch.clone());
         self.backend.submit(&mut |encoder| {
-            let capacity = Capacity { rows: step.batch.len() as u32, tiles: 0 };
+            let capacity = Capacity::of_slots(step.batch.len() as u32, 0);
             // Rows alone: tiles and packs of tokens are of no use here.
             let rows: &[u8] = bytemuck::cast_slice(plan.rows());
             self.tokens.batch(capacity).and_then(|batch| encoder.write(&batch, rows))?;
@@ -179,7 +179,7 @@ impl Layers<'_> {
             },
             places: named.then_some(&regions[1]),
         };
-        let capacity = Capacity { rows: tokens, tiles: 0 };
+        let capacity = Capacity::of_slots(tokens, 0);
         self.applier.encode_rows(encoder, self.pool, self.tokens, capacity, &routing)?;
         let outputs: Vec<Output<'_>> =
             sites.iter().zip(y).map(|(site, y)| Output { site: *site, y: &y.matrix }).collect();

@@ -37,8 +37,7 @@ impl<'b> Bench<'b> {
     ) -> Result<Self> {
         let sites = PoolSpec { max_rank: 1, ..PoolSpec::for_adapters([], slots, dtype)? };
         let pool = Pool::with_experts(backend, sites, Some(spec))?;
-        let capacity = Capacity { rows, tiles: 0 };
-        let tokens = Applier::new(backend, &pool, act, capacity)?;
+        let tokens = Applier::new(backend, &pool, act, Capacity::of_slots(rows, 0))?;
         let experts = pool.experts().expect("a pool that was made with experts");
         let applier = match scratch {
             None => ExpertApplier::new(backend, experts, act, rows)?,

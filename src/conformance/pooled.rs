@@ -10,7 +10,7 @@ use crate::adapter::{Adapter, HostPair, RowVectors, SiteId};
 use crate::backend::{DeviceClass, GpuBackend};
 use crate::contract::{MAX_SITES, RowRef};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::Op;
 use crate::pool::{Capacity, Part, Plan, PoolSpec, SiteSpec};
 
@@ -94,7 +94,7 @@ fn stage<'b>(
 ) -> Result<(Bench<'b>, Io)> {
     let spec = PoolSpec { sites: model(), max_rank: MAX_RANK, max_loras: SLOTS, dtype, vectors: true };
     let (x, y) = activations(&spec, act, ROWS);
-    let capacity = Capacity { rows: ROWS as u32, tiles: ROWS as u32 };
+    let capacity = Capacity::any(ROWS as u32);
     let mut bench = Bench::new(backend, spec, act, capacity, scratch)?;
     for slot in (0..SLOTS).filter(|slot| *slot != 2) {
         bench.put(slot, Some(&adapter(&model(), MAX_RANK, slot.into())))?;
@@ -131,6 +131,10 @@ pub fn trials() -> Vec<Trial> {
                 .push(Trial::new(format!("pool {name}[{act}xbf16] batches of 1..=16 by one graph"), move |backend| {
                     batches(backend, op, types)
                 }));
+            trials.push(Trial::new(
+                format!("pool {name}[{act}xbf16] mixes of few tiles and packs by one graph"),
+                move |backend| mixes(backend, op, types),
+            ));
         }
         trials.push(Trial::new(format!("pool {name}[f32xbf16] larger than a binding"), move |backend| {
             large(backend, op)
@@ -202,7 +206,7 @@ fn batches(backend: &dyn GpuBackend, op: Op, types: (DType, DType)) -> Result<Ou
     const MOST: usize = 16;
     let (bench, staged) = stage(backend, op, types, None, Place::Apart)?;
     let (x, y) = activations(bench.pool.spec(), types.0, MOST);
-    let capacity = Capacity { rows: MOST as u32, tiles: MOST as u32 };
+    let capacity = Capacity::any(MOST as u32);
     let mut io = bench.io(vec![RowRef { slot: -1, scale: 1.0 }; MOST], x, y, Place::Apart)?;
     let graph = backend.capture(&mut |encoder| bench.encode(encoder, op, capacity, &io))?;
     let mut check = Check::default();
@@ -217,6 +221,70 @@ fn batches(backend: &dyn GpuBackend, op: Op, types: (DType, DType)) -> Result<Ou
         io.rows = rows.to_vec();
         io.rows.resize(MOST, RowRef { slot: -1, scale: 1.0 });
         check.merge(bench.check(&io, &io.read(backend)?));
+    }
+    Ok(Outcome::Checked(check))
+}
+
+/// One graph, recorded for no more tiles and packs than some mixes of rows need, serves them all; a mix that needs one more
+/// is refused, and nothing changes.
+fn mixes(backend: &dyn GpuBackend, op: Op, types: (DType, DType)) -> Result<Outcome> {
+    // Rows of each slot; the rest are the base's. No adapter is in slot 2.
+    const MIXES: [[usize; SLOTS as usize]; 8] = [
+        [33, 0, 0, 0, 0, 0],
+        [1, 31, 0, 1, 0, 0],
+        [0, 17, 9, 0, 7, 0],
+        [0; 6],
+        [9, 0, 0, 9, 0, 9],
+        [1, 1, 1, 1, 1, 1],
+        [16, 0, 0, 0, 0, 16],
+        [8, 8, 0, 8, 0, 8],
+    ];
+    let batch = |counts: [usize; SLOTS as usize]| -> Vec<RowRef> {
+        let mut rows = vec![RowRef { slot: -1, scale: 1.0 }; ROWS];
+        let slots = (0..).zip(counts).flat_map(|(slot, count)| std::iter::repeat_n(slot, count));
+        for (i, slot) in slots.enumerate() {
+            // Decode meets a slot's rows anywhere: 10 has no factor in common with 33.
+            let at = if op == Op::Bgmv { i * 10 % ROWS } else { i };
+            rows[at] = RowRef { slot, scale: 1.0 - i as f32 / 64.0 };
+        }
+        rows
+    };
+    let plans = MIXES.map(|mix| Plan::new(batch(mix)));
+    let most = |of: fn(Capacity) -> u32| plans.iter().map(|plan| of(plan.capacity())).max().unwrap_or(0);
+    let capacity = Capacity { rows: ROWS as u32, tiles: most(|c| c.tiles), packs: most(|c| c.packs) };
+    let (bench, mut io) = stage(backend, op, types, None, Place::Apart)?;
+    let graph = backend.capture(&mut |encoder| bench.encode(encoder, op, capacity, &io))?;
+    let mut check = Check::default();
+    let mut last = Vec::new();
+    for plan in &plans {
+        backend.submit(&mut |encoder| {
+            io.reset(encoder)?;
+            bench.applier.write_batch(encoder, plan, capacity)
+        })?;
+        graph.replay()?;
+        io.rows = plan.rows().to_vec();
+        last = io.read(backend)?;
+        check.merge(bench.check(&io, &last));
+    }
+    let refused = |what: &str, result: Result<()>| match result {
+        Err(Error::Limit { what: found, .. }) if found == what => Ok(()),
+        other => Err(Error::Input(format!("the {what} is beyond the limit, and the answer was {other:?}"))),
+    };
+    let write = |plan: &Plan, capacity: Capacity| {
+        backend.submit(&mut |encoder| bench.applier.write_batch(encoder, plan, capacity)).map(|_| ())
+    };
+    let packs = Plan::new(batch([9, 9, 0, 9, 1, 0]));
+    refused("number of packs", write(&packs, capacity))?;
+    refused("number of packs", write(&packs, Capacity { packs: ROWS as u32 + 1, ..capacity }))?;
+    if op == Op::Sgmv {
+        let tiles = Plan::from_slots((0..=capacity.tiles as i32).map(|i| i % 2));
+        refused("number of tiles", write(&tiles, capacity))?;
+    }
+    // The batch written last is still there.
+    backend.submit(&mut |encoder| io.reset(encoder))?;
+    graph.replay()?;
+    for (i, (want, got)) in last.iter().zip(io.read(backend)?).enumerate() {
+        check.bits(&format!("memory {i}, after batches that were refused"), 0, types.0, want, &got);
     }
     Ok(Outcome::Checked(check))
 }

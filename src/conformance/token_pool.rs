@@ -167,7 +167,7 @@ fn stage<'b>(
     act: DType,
     (dtype, rows): (DType, DType),
 ) -> Result<(Bench<'b>, Batch)> {
-    let capacity = Capacity { rows: ROWS as u32, tiles: ROWS as u32 };
+    let capacity = Capacity::any(ROWS as u32);
     let [embedding, head] = paths();
     let mut bench = Bench::new(backend, spec(dtype, rows), act, capacity, (&embedding.path, &head.path))?;
     for (slot, seed) in [(0, 0b0101), (1, 0b1010), (3, 0b0111), (4, 0b1101)] {

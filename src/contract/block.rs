@@ -70,6 +70,14 @@ block! {
     }
 }
 
+impl Pack {
+    /// The most packs that so many rows of so many slots make, whichever way the rows are dealt out.
+    pub const fn most(rows: u32, slots: u32) -> u32 {
+        let begun = if slots < rows { slots } else { rows };
+        if begun == 0 { 0 } else { begun + (rows - begun) / BGMV_PACK_ROWS as u32 }
+    }
+}
+
 block! {
     /// One site of a launch. Word offsets count 4-byte words from the start of the tables operand.
     SiteParams {

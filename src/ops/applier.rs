@@ -32,6 +32,15 @@ impl Op {
             Op::Sgmv => "sgmv",
         }
     }
+
+    /// Whether no batch of `capacity` gives it anything to do.
+    pub(super) fn has_none(self, capacity: Capacity) -> bool {
+        capacity.rows == 0
+            || match self {
+                Op::Bgmv => capacity.packs == 0,
+                Op::Sgmv => capacity.tiles == 0,
+            }
+    }
 }
 
 /// A site of a call, and its output.
@@ -111,7 +120,8 @@ impl Applier {
         self.capacity
     }
 
-    /// Records the write of a batch for launches that were, or will be, encoded for `capacity`.
+    /// Records the write of a batch for launches that were, or will be, encoded for `capacity`: this very one, since where
+    /// tiles and packs lie in the batch depends on it.
     ///
     /// # Errors
     /// [`Error::Limit`] when `plan` exceeds `capacity` or that exceeds [`Applier::capacity`].
@@ -141,7 +151,7 @@ impl Applier {
         outputs: &[Output<'_>],
     ) -> Result<()> {
         self.check_capacity(capacity)?;
-        if capacity.rows == 0 || (op == Op::Sgmv && capacity.tiles == 0) {
+        if op.has_none(capacity) {
             return Ok(());
         }
         outputs.chunks(MAX_SITES).try_for_each(|outputs| {
@@ -161,13 +171,7 @@ impl Applier {
     }
 
     pub(super) fn check_capacity(&self, capacity: Capacity) -> Result<()> {
-        let own = self.capacity;
-        let limit = |what, found: u32, limit: u32| match found <= limit {
-            true => Ok(()),
-            false => Err(Error::Limit { what, found: found.into(), limit: limit.into(), hint: "" }),
-        };
-        limit("number of rows", capacity.rows, own.rows)?;
-        limit("number of tiles", capacity.tiles, own.tiles)
+        capacity.check_within(self.capacity, "")
     }
 
     /// Checks a call's shapes and sorts its outputs into operands.

@@ -11,7 +11,7 @@ use super::scratch::Scratch;
 use super::{Applier, Matrix, Op, Output};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{
-    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec, Tile,
+    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -74,9 +74,9 @@ struct Places {
 
 impl Places {
     fn of(rows: u32) -> Self {
-        let capacity = Capacity { rows, tiles: rows };
-        let tiles_at = capacity.tiles_at();
-        let x_rows_at = tiles_at + rows * (size_of::<Tile>() / 4) as u32;
+        // Rows and tiles as in any batch; in place of packs, rows of x.
+        let capacity = Capacity::any(rows);
+        let (tiles_at, x_rows_at) = (capacity.tiles_at(), capacity.packs_at());
         Self { tiles_at, x_rows_at, words: u64::from(x_rows_at) + u64::from(rows) }
     }
 }

@@ -70,7 +70,7 @@ impl Applier {
         let Some(embed) = self.tokens.embed.as_ref().filter(|_| spec.kind == SiteKind::Embedding) else {
             return Err(wrong_kind(spec, "an embedding"));
         };
-        if capacity.rows == 0 || (op == Op::Sgmv && capacity.tiles == 0) {
+        if op.has_none(capacity) {
             return Ok(());
         }
         check_ids(ids, capacity.rows)?;

@@ -5,14 +5,19 @@ use std::collections::HashMap;
 use crate::contract::{BGMV_PACK_ROWS, Pack, RowRef, SGMV_TILE_ROWS, Tile};
 use crate::error::{Error, Result};
 
-/// How many rows and tiles a recorded launch was made for; a batch it serves has at most that many, and never more
-/// packs than rows.
+/// How many rows, tiles and packs a recorded launch was made for; a batch that it serves has no more of any.
+///
+/// For a graph that is to serve later batches too, [`Capacity::any`] is never too small. One captured for each number of
+/// adapters in use ([`Capacity::of_slots`]) may run faster: devices that take a slot's rows together start as many
+/// workgroups as the packs are worth, in use or not. A batch that needs more is refused ([`Plan::encode`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// Rows.
     pub rows: u32,
-    /// Tiles; used by SGMV alone.
+    /// Tiles, up to [`SGMV_TILE_ROWS`] neighbouring rows of one slot each; used by SGMV alone.
     pub tiles: u32,
+    /// Packs, up to [`BGMV_PACK_ROWS`] rows of one slot each; used by BGMV alone.
+    pub packs: u32,
 }
 
 /// A batch, planned: which adapter each row has, the tiles of neighbouring rows with one slot, and the packs of rows
@@ -66,25 +71,19 @@ impl Plan {
         &self.packs
     }
 
-    /// The least capacity that serves this batch.
+    /// The least capacity that serves this batch. Another of as many rows may need more tiles or packs.
     pub fn capacity(&self) -> Capacity {
-        Capacity { rows: self.rows.len() as u32, tiles: self.tiles.len() as u32 }
+        let [rows, tiles, packs] = [self.rows.len(), self.tiles.len(), self.packs.len()].map(|count| count as u32);
+        Capacity { rows, tiles, packs }
     }
 
     /// The batch as kernels recorded for `capacity` read it: rows, then tiles, then packs, the rest of each empty.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the batch has more rows or tiles than `capacity`.
+    /// [`Error::Limit`] when the batch has more rows, tiles or packs than `capacity`.
     pub fn encode(&self, capacity: Capacity) -> Result<Vec<u8>> {
         let own = self.capacity();
-        for (what, found, limit) in
-            [("number of rows", own.rows, capacity.rows), ("number of tiles", own.tiles, capacity.tiles)]
-        {
-            if found > limit {
-                let hint = " (what the launch was recorded for)";
-                return Err(Error::Limit { what, found: found.into(), limit: limit.into(), hint });
-            }
-        }
+        own.check_within(capacity, " (what the launch was recorded for)")?;
         let mut bytes = Vec::with_capacity(capacity.bytes() as usize);
         bytes.extend_from_slice(bytemuck::cast_slice(&self.rows));
         let spare_row = RowRef { slot: -1, scale: 0.0 };
@@ -94,8 +93,7 @@ impl Plan {
         (own.tiles..capacity.tiles).for_each(|_| bytes.extend_from_slice(bytemuck::bytes_of(&spare_tile)));
         bytes.extend_from_slice(bytemuck::cast_slice(&self.packs));
         let spare_pack = Pack { slot: -1, ..Pack::default() };
-        (self.packs.len()..capacity.rows as usize)
-            .for_each(|_| bytes.extend_from_slice(bytemuck::bytes_of(&spare_pack)));
+        (own.packs..capacity.packs).for_each(|_| bytes.extend_from_slice(bytemuck::bytes_of(&spare_pack)));
         Ok(bytes)
     }
 }
@@ -120,6 +118,30 @@ fn packs(rows: &[RowRef]) -> Vec<Pack> {
 }
 
 impl Capacity {
+    /// Enough for any mix of so many rows: at worst each is a tile and a pack of its own.
+    pub const fn any(rows: u32) -> Self {
+        Self::of_slots(rows, rows)
+    }
+
+    /// Enough for any mix of so many rows that has so many different slots at most, in any order. Rows without a delta have
+    /// no slot.
+    pub const fn of_slots(rows: u32, slots: u32) -> Self {
+        Self { rows, tiles: if slots == 0 { 0 } else { rows }, packs: Pack::most(rows, slots) }
+    }
+
+    /// Whether nothing is more than `limit` has.
+    pub(crate) fn check_within(self, limit: Self, hint: &'static str) -> Result<()> {
+        let counts = [
+            ("number of rows", self.rows, limit.rows),
+            ("number of tiles", self.tiles, limit.tiles),
+            ("number of packs", self.packs, limit.packs),
+        ];
+        match counts.into_iter().find(|(_, found, limit)| found > limit) {
+            Some((what, found, limit)) => Err(Error::Limit { what, found: found.into(), limit: limit.into(), hint }),
+            None => Ok(()),
+        }
+    }
+
     /// Word offset of the tiles in the batch operand.
     pub fn tiles_at(self) -> u32 {
         self.rows * 2
@@ -132,8 +154,8 @@ impl Capacity {
 
     /// Bytes of the batch operand.
     pub fn bytes(self) -> u64 {
-        let row = (size_of::<RowRef>() + size_of::<Pack>()) as u64;
-        u64::from(self.rows) * row + u64::from(self.tiles) * size_of::<Tile>() as u64
+        let part = |count: u32, size: usize| u64::from(count) * size as u64;
+        part(self.rows, size_of::<RowRef>()) + part(self.tiles, size_of::<Tile>()) + part(self.packs, size_of::<Pack>())
     }
 }
 
@@ -180,11 +202,55 @@ mod tests {
     #[test]
     fn a_batch_larger_than_the_capacity_is_an_error_and_a_smaller_one_is_padded_with_nothing_to_do() {
         let plan = Plan::from_slots([0, 1, 0]);
-        assert_eq!(plan.capacity(), Capacity { rows: 3, tiles: 3 });
-        assert!(plan.encode(Capacity { rows: 3, tiles: 2 }).is_err());
-        let bytes = plan.encode(Capacity { rows: 5, tiles: 4 }).unwrap();
-        assert_eq!(bytes.len(), 5 * 8 + 4 * 16 + 5 * 48);
+        let own = Capacity { rows: 3, tiles: 3, packs: 2 };
+        assert_eq!(plan.capacity(), own);
+        for (capacity, found) in [
+            (Capacity { rows: 2, ..own }, "number of rows is 3, the limit is 2"),
+            (Capacity { tiles: 2, ..own }, "number of tiles is 3, the limit is 2"),
+            (Capacity { packs: 1, ..own }, "number of packs is 2, the limit is 1"),
+        ] {
+            let message = plan.encode(capacity).unwrap_err().to_string();
+            assert_eq!(message, format!("{found} (what the launch was recorded for)"));
+        }
+        let capacity = Capacity { rows: 5, tiles: 4, packs: 4 };
+        let bytes = plan.encode(capacity).unwrap();
+        assert_eq!(bytes.len(), 5 * 8 + 4 * 16 + 4 * 48);
+        assert_eq!(bytes.len() as u64, capacity.bytes());
         assert_eq!(bytes[4 * 8..4 * 8 + 4], (-1i32).to_le_bytes());
         assert_eq!(bytes[5 * 8 + 3 * 16..5 * 8 + 3 * 16 + 4], (-1i32).to_le_bytes());
+        let packs = capacity.packs_at() as usize * 4;
+        let slots = [0, 1, 2, 3].map(|pack| i32::from_le_bytes(*bytes[packs + pack * 48..].first_chunk().unwrap()));
+        assert_eq!(slots, [0, 1, -1, -1]);
+    }
+
+    #[test]
+    fn a_capacity_for_some_slots_serves_every_mix_of_them_and_its_packs_are_no_more_than_the_worst_needs() {
+        // Numbers of rows that each slot has, all that make up `rows`.
+        fn mixes(rows: u32, slots: u32) -> Vec<Vec<u32>> {
+            match slots {
+                0 => vec![vec![]],
+                _ => (0..=rows)
+                    .flat_map(|own| {
+                        mixes(rows - own, slots - 1).into_iter().map(move |rest| [&[own], &rest[..]].concat())
+                    })
+                    .collect(),
+            }
+        }
+        for (rows, slots) in (0..=20).flat_map(|rows| (0..=3).map(move |slots| (rows, slots))) {
+            let capacity = Capacity::of_slots(rows, slots);
+            let mut worst = 0;
+            for mix in mixes(rows, slots) {
+                let slots = mix.iter().enumerate().flat_map(|(slot, rows)| (0..*rows).map(move |_| slot as i32));
+                let plan = Plan::from_slots(slots);
+                assert!(plan.encode(capacity).is_ok(), "{mix:?}");
+                worst = worst.max(plan.capacity().packs);
+            }
+            assert_eq!(capacity.packs, worst, "{rows} rows of {slots} slots");
+        }
+        for rows in [0, 1, 16, 33] {
+            assert_eq!(Capacity::any(rows), Capacity { rows, tiles: rows, packs: rows });
+            assert_eq!(Plan::from_slots(0..rows as i32).capacity(), Capacity::any(rows));
+        }
+        assert_eq!(Capacity::of_slots(64, 1).packs, 8);
     }
 }

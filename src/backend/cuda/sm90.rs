@@ -6,7 +6,7 @@
 //! run writes what it reads early.
 
 use crate::backend::Launch;
-use crate::contract::{Access, BGMV_PACK_ROWS, Kernel, Pack, Params, THREADS, Z_PARTS};
+use crate::contract::{Access, Kernel, Pack, Params, THREADS, Z_PARTS};
 use crate::memory::Region;
 
 /// Ranks that one product takes.
@@ -127,17 +127,15 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
         params.z_parts = room.multiprocessors;
         params.tiles = match params.packs_at {
             0 => params.rows,
-            at => {
-                let words = (launch.operands()[0].len() / 4).saturating_sub(at.into());
-                (words * 4 / size_of::<Pack>() as u64).min(u32::MAX.into()) as u32
-            }
+            // The launch's check was that the batch reaches there.
+            at => ((launch.operands()[0].len() - 4 * u64::from(at)) / size_of::<Pack>() as u64) as u32,
         };
     }
     let multiprocessors = u64::from(room.multiprocessors);
-    // Packs that the library makes of so many rows at most: one of each slot isn't full.
+    // Of the packs that there is room for, no more are in use than the pool's slots make of the rows.
     let packs = match params.packs_at {
         0 => params.tiles.into(),
-        _ => u64::from(params.tiles).min(u64::from(params.rows) / BGMV_PACK_ROWS as u64 + u64::from(params.slots)),
+        _ => u64::from(params.tiles.min(Pack::most(params.rows, params.slots))),
     };
     // Pieces of so many outputs that all sites have together.
     let pieces = |outputs: u32| -> u64 {
@@ -231,6 +229,7 @@ mod tests {
     use crate::contract::{SiteParams, Spec};
     use crate::dtype::DType;
     use crate::memory::{Allocation, DevicePtr};
+    use crate::pool::Capacity;
 
     #[derive(Debug)]
     struct Memory;
@@ -242,7 +241,7 @@ mod tests {
     }
 
     fn memory(at: u64) -> Region {
-        Region::new(DevicePtr(at << 32), 1 << 20, Arc::new(Memory))
+        Region::new(DevicePtr(at << 32), 1 << 24, Arc::new(Memory))
     }
 
     fn pipeline(kernel: Kernel) -> Pipeline {
@@ -271,14 +270,15 @@ mod tests {
     const H200: Room = Room { multiprocessors: 132, shared: 227 << 10 };
 
     /// Blocks of a launch with `packs` packs.
-    fn groups(kernel: Kernel, params: Params, packs: u64) -> [u32; 3] {
+    fn groups(kernel: Kernel, params: Params, packs: u32) -> [u32; 3] {
+        let capacity = Capacity { rows: 999, tiles: 7, packs };
         let mut operands: Vec<Region> = (1..6).map(memory).collect();
-        operands[0] = operands[0].slice(0, 160 + packs * size_of::<Pack>() as u64).unwrap();
+        operands[0] = operands[0].slice(0, capacity.bytes()).unwrap();
         let pipeline = pipeline(kernel);
-        let launch =
-            Launch::new(&pipeline, &operands, Params { packs_at: 40, z_parts: Z_PARTS, slots: 999, ..params }).unwrap();
-        let shape = shape(&launch, H200);
-        assert_eq!(u64::from(shape.params.tiles), packs);
+        let (rows, packs_at) = (capacity.rows, capacity.packs_at());
+        let params = Params { rows, slots: 999, packs_at, z_parts: Z_PARTS, ..params };
+        let shape = shape(&Launch::new(&pipeline, &operands, params).unwrap(), H200);
+        assert_eq!(shape.params.tiles, packs);
         shape.groups
     }
 
@@ -312,8 +312,8 @@ mod tests {
             let params = Params { rows, slots, packs_at: 40, z_parts: Z_PARTS, ..params(4096, 8, 16) };
             shape(&Launch::new(&pipeline, &operands, params).unwrap(), H200).groups
         };
-        assert_eq!(of(17, 3), [(2 + 3) * 4, 1, 1]);
-        assert_eq!(of(17, 999), [264, 1, 1]);
+        assert_eq!(of(17, 3), [(3 + 14 / 8) * 4, 1, 1]);
+        assert_eq!(of(17, 999), [17 * 4, 1, 1]);
     }
 
     #[test]

@@ -248,8 +248,7 @@ impl<'a> Worker<'a> {
             weights,
             op,
             act,
-            // At worst every row is a tile of its own.
-            applier: Applier::new(&**gpu, weights.storage(), act, Capacity { rows, tiles: rows })?,
+            applier: Applier::new(&**gpu, weights.storage(), act, Capacity::any(rows))?,
             experts,
             x: gpu.alloc(most(&|job| bytes(job, job.depth)), "x")?,
             y: gpu.alloc(most(&|job| bytes(job, job.width)), "y")?,

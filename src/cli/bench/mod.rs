@@ -28,12 +28,13 @@ use rig::Rig;
 
 /// Time a step's whole LoRA work beside the least that it could take
 ///
-/// A step is one captured graph: every site of every layer, each with its own weights. Each time is the mean of a burst of replays, and what is printed is the median
-/// of many bursts. Beside it stands the floor: the fewest bytes that the step can move (the weights of the
-/// adapters in the batch and the activations read, the outputs read and written) over the bandwidth of the
-/// device's own copies, measured in the same run. Where the vendor's matrix library is found (cuBLAS), the base model's
-/// own products for the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic;
-/// results are checked by `run`, not here.
+/// A step is one graph, captured for just as many tiles and packs as its batch has: every site of every layer, each
+/// with its own weights. Each time is the mean of a burst of replays, and what is printed is the median of many
+/// bursts. Beside it stands the floor: the fewest bytes that the step can move (the weights of the adapters in the
+/// batch and the activations read, the outputs read and written) over the bandwidth of the device's own copies,
+/// measured in the same run. Where the vendor's matrix library is found (cuBLAS), the base model's own products for
+/// the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic; results are checked
+/// by `run`, not here.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     lorapool bench                                       the usual cases at the shapes of Llama-3.1-8B\n  \

@@ -51,7 +51,7 @@ impl Step {
     /// op's plan. What pool and batch hold is not recorded.
     pub fn new(gpu: &Arc<dyn GpuBackend>, pool: &Pool, act: DType, plans: &[(Op, Plan)]) -> Result<Self> {
         let most = |of: fn(Capacity) -> u32| plans.iter().map(|(_, plan)| of(plan.capacity())).max().unwrap_or(0);
-        let capacity = Capacity { rows: most(|c| c.rows), tiles: most(|c| c.tiles) };
+        let capacity = Capacity { rows: most(|c| c.rows), tiles: most(|c| c.tiles), packs: most(|c| c.packs) };
         let applier = Applier::new(&**gpu, pool, act, capacity)?;
         let bytes = |width: u32| (u64::from(capacity.rows) * u64::from(width) * act.size()).next_multiple_of(4);
         let site = |index: usize| &pool.sites()[index];
@@ -108,7 +108,7 @@ impl Step {
         self.applier.act()
     }
 
-    /// Makes `plan`, as long as the one that the step was recorded for, the batch that replays serve.
+    /// Makes `plan`, the one that an op's step was recorded for, the batch that its replays serve.
     pub fn set_batch(&self, plan: &Plan) -> Result<()> {
         self.gpu.submit(&mut |encoder| self.applier.write_batch(encoder, plan, plan.capacity()))?;
         Ok(())

@@ -26,7 +26,7 @@ pub struct Lane {
 impl Lane {
     /// Captures the step for `op`. Every row of a batch has the same input and base output.
     pub fn new(gpu: &Arc<dyn GpuBackend>, pool: &Pool, op: Op) -> Result<Self> {
-        let capacity = Capacity { rows: ROWS, tiles: ROWS };
+        let capacity = Capacity::any(ROWS);
         let applier = Applier::new(&**gpu, pool, DTYPE, capacity)?;
         let mut rng = Rng::seed_from_u64(1);
         let mut upload = |width: u32| -> Result<(Region, Vec<u8>)> {
