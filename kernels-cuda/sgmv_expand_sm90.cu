@@ -1,4 +1,4 @@
-// y[row][n] += scale * sum_r B[slot(tile)][n][r] * z[row][z_offset + r], rounded once: prefill in bf16 for sm_90.
+// y[row][n] += scale * sum_r B[slot(tile)][n][r] * z[row][z_offset + r], rounded once: prefill in bf16 or f16 for sm_90.
 //
 //   grid     at most as many blocks as fit at once; each takes an equal share of all pairs of (OUTPUTS outputs of a site,
 //            tile), tiles innermost
@@ -8,8 +8,8 @@
 //            rows permuted so that each lane has eight adjacent outputs. The next tile's y and z are fetched while this
 //            one is worked on, y into the lane's own places
 //
-// z is taken as the sum of three bf16, which it is exactly. Order of a sum: ranks ascending in chunks of RANKS; of a
-// chunk the low parts of z, then the middle ones, then the high ones. Vectors behind B change y as the contract says.
+// Order of a sum: ranks ascending in chunks of RANKS, of which Side tells the rest. Vectors behind B change y as the contract
+// says.
 #include "prefill.cuh"
 
 // Warps that work.
@@ -59,8 +59,78 @@ struct Mine {
     float scale[2];
 };
 
+// z's side of a chunk's products: of a lane ranks 2q, 2q + 1, 2q + 8 and 2q + 9 of rows g and g + 8. `multiply` adds the products
+// with B, at address `b`, to the sums of 32 outputs. sum[m]: outputs 8q + 2m and the next, of rows g and g + 8.
+template <class E> struct Side;
+
+// z is taken as the sum of three bf16, which it is exactly: of a chunk the low parts, then the middle ones, then the high ones.
+template <> struct Side<Bf16> {
+    u32 parts[3][4];
+
+    __device__ __forceinline__ void take(float2 (&f)[4]) {
+#pragma unroll
+        for (u32 t = 0; t < 3; t++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) parts[t][i] = take_high(f[i].x, f[i].y);
+    }
+
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], u32 b) const {
+        u32 w[2][4];
+        load_matrices(b, w[0]);
+        load_matrices(b + 512, w[1]);
+#pragma unroll
+        for (u32 t = 0; t < 3; t++)
+#pragma unroll
+            for (u32 m = 0; m < 4; m++) {
+                const u32(&a)[4] = parts[2 - t];
+                Words<Bf16>::mma(sum[m], a[0], a[1], a[2], a[3], w[m / 2][m % 2 * 2], w[m / 2][m % 2 * 2 + 1]);
+            }
+    }
+};
+
+// f16 has no such range: z is taken as the sum of two tf32, which is off by its last bit at most, and B as tf32, which it is
+// exactly. Of each half of a chunk the low parts, then the high ones; rank 2q is the lane's column q, 2q + 1 is q + 4.
+template <> struct Side<F16> {
+    float2 z[4];
+
+    __device__ __forceinline__ void take(const float2 (&f)[4]) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) z[i] = f[i];
+    }
+
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], u32 b) const {
+        u32 w[2][4];
+        load_matrices(b, w[0]);
+        load_matrices(b + 512, w[1]);
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            float of[4] = {z[2 * h].x, z[2 * h + 1].x, z[2 * h].y, z[2 * h + 1].y};
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) settle(of[i]);
+            u32 low[4], high[4];
+            float first[4], second[4];
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                high[i] = __float_as_uint(of[i]) + 0x1000u & 0xffffe000u;
+                low[i] = __float_as_uint(__fsub_rn(of[i], __uint_as_float(high[i]))) & 0xffffe000u;
+            }
+#pragma unroll
+            for (u32 m = 0; m < 4; m++) {
+                const u32 word = w[m / 2][m % 2 * 2 + h];
+                first[m] = Words<F16>::low(word), second[m] = Words<F16>::high(word);
+            }
+#pragma unroll
+            for (u32 m = 0; m < 4; m++)
+                mma_tf32(sum[m], low[0], low[1], low[2], low[3], __float_as_uint(first[m]), __float_as_uint(second[m]));
+#pragma unroll
+            for (u32 m = 0; m < 4; m++)
+                mma_tf32(sum[m], high[0], high[1], high[2], high[3], __float_as_uint(first[m]), __float_as_uint(second[m]));
+        }
+    }
+};
+
 // CHUNKS: of z and B that are kept for OUTPUTS outputs; 0: B's as max_rank needs, and z's are loaded when it is their turn.
-template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
+template <class E, u32 CHUNKS, u32 OUTPUTS> struct Expand {
     static constexpr u32 STEPS = OUTPUTS / STEP;
     // Of z, that a warp has at a time.
     static constexpr u32 HELD = CHUNKS ? CHUNKS : KEPT;
@@ -205,15 +275,7 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
         }
     }
 
-    // Three parts of the lane's ranks 2q, 2q + 1, 2q + 8 and 2q + 9 of rows g and g + 8 of a chunk.
-    DEVICE void split(float2 (&f)[4], u32 (&parts)[3][4]) {
-#pragma unroll
-        for (u32 t = 0; t < 3; t++)
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) parts[t][i] = take_high(f[i].x, f[i].y);
-    }
-
-    __device__ __forceinline__ void read_z(u32 c, u32 (&parts)[3][4]) const {
+    __device__ __forceinline__ void read_z(u32 c, Side<E>& side) const {
         const u32 g = lane / 4, q = lane % 4;
         float2 f[4];
 #pragma unroll
@@ -222,10 +284,10 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
             const u32 from = z_ring + c * 1024 + (g + i % 2 * 8) * 64 + piece * 16 + q % 2 * 8;
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(f[i].x), "=f"(f[i].y) : "r"(from) : "memory");
         }
-        split(f, parts);
+        side.take(f);
     }
 
-    __device__ __forceinline__ void load_z(const Run& run, const Mine& mine, u32 chunk, u32 (&parts)[3][4]) const {
+    __device__ __forceinline__ void load_z(const Run& run, const Mine& mine, u32 chunk, Side<E>& side) const {
         float2 f[4];
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
@@ -235,58 +297,44 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
             f[i].x = is && r < run.rank ? __ldcg(from) : 0.0f;
             f[i].y = is && r + 1 < run.rank ? __ldcg(from + 1) : 0.0f;
         }
-        split(f, parts);
+        side.take(f);
     }
 
-    // Adds a chunk's products to the sums of 32 outputs. sum[m]: outputs 8q + 2m and the next, of rows g and g + 8.
-    DEVICE void multiply(float (&sum)[4][4], u32 b, const u32 (&parts)[3][4]) {
-        u32 w[2][4];
-        load_matrices(b, w[0]);
-        load_matrices(b + 512, w[1]);
-#pragma unroll
-        for (u32 t = 0; t < 3; t++)
-#pragma unroll
-            for (u32 m = 0; m < 4; m++) {
-                const u32(&a)[4] = parts[2 - t];
-                mma(sum[m], a[0], a[1], a[2], a[3], w[m / 2][m % 2 * 2], w[m / 2][m % 2 * 2 + 1]);
-            }
-    }
+    typedef Side<E> Sides[HELD];
 
-    typedef u32 Parts[HELD][3][4];
-
-    // The sums of a step; `parts`: z's, where they are kept.
-    __device__ __forceinline__ void sums(const Run& run, u32 rank_chunks, const Mine& own, u32 b, u32 step, Parts& parts,
+    // The sums of a step; `sides`: z's, where they are kept.
+    __device__ __forceinline__ void sums(const Run& run, u32 rank_chunks, const Mine& own, u32 b, u32 step, Sides& sides,
                                          float (&sum)[4][4]) const {
         clear(sum);
         if (CHUNKS) {
 #pragma unroll
             for (u32 c = 0; c < HELD; c++)
-                if (c == 0 || c < rank_chunks) multiply(sum, b + (step * CHUNKS + c) * 1024, parts[c]);
+                if (c == 0 || c < rank_chunks) sides[c].multiply(sum, b + (step * CHUNKS + c) * 1024);
         } else {
 #pragma unroll 1
             for (u32 first = 0; first < rank_chunks; first += KEPT) {
 #pragma unroll
-                for (u32 c = 0; c < KEPT; c++) load_z(run, own, first + c, parts[c]);
+                for (u32 c = 0; c < KEPT; c++) load_z(run, own, first + c, sides[c]);
 #pragma unroll
                 for (u32 c = 0; c < KEPT; c++)
-                    if (first + c < rank_chunks) multiply(sum, b + (step * chunks + first + c) * 1024, parts[c]);
+                    if (first + c < rank_chunks) sides[c].multiply(sum, b + (step * chunks + first + c) * 1024);
             }
         }
     }
 
     // Outputs that no step takes, element by element.
-    __device__ __forceinline__ void rest(const Run& run, u32 rank_chunks, const Mine& own, u32 b, Parts& parts) const {
+    __device__ __forceinline__ void rest(const Run& run, u32 rank_chunks, const Mine& own, u32 b, Sides& sides) const {
 #pragma unroll 1
         for (u32 done = 0; done < run.rest; done += STEP) {
             const u32 n = run.steps * STEP + done;
             float sum[4][4];
-            sums(run, rank_chunks, own, b, n / STEP, parts, sum);
+            sums(run, rank_chunks, own, b, n / STEP, sides, sum);
             const u32 left = saturating(run.rest, done + lane % 4 * 8), count = left < 8 ? left : 8;
 #pragma unroll
             for (u32 h = 0; h < 2; h++) {
                 if (!own.is[h] || !count) continue;
                 u16* const to = own.y + (h * 8ull * run.y_stride + n);
-                const uint4 v = expand8(p.site[run.site], some8(to, count), run.scale, own.scale[h], sum, 2 * h, run.gains,
+                const uint4 v = expand8<E>(p.site[run.site], some8(to, count), run.scale, own.scale[h], sum, 2 * h, run.gains,
                                         run.first + n + lane % 4 * 8);
                 keep_some8(to, count, v);
             }
@@ -312,12 +360,12 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
             Mine coming = {0, 0, {0, 0}, {0.0f, 0.0f}};
             if (any) coming = tile(its, later);
             const u32 its_stride = its.y_stride, its_steps = its.steps;
-            Parts parts;
+            Sides sides;
             wait_groups<STEPS - 1>();
             if (CHUNKS) {
                 __syncwarp();
 #pragma unroll
-                for (u32 c = 0; c < HELD; c++) read_z(c, parts[c]);
+                for (u32 c = 0; c < HELD; c++) read_z(c, sides[c]);
                 __syncwarp();
                 if (any) fetch_z(its, coming);
             }
@@ -327,10 +375,10 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
                 if (s < steps) {
                     uint4 v[2] = {read16(ring + s * 1024), read16(ring + s * 1024 + 512)};
                     float sum[4][4];
-                    sums(run, rank_chunks, own, b, s, parts, sum);
+                    sums(run, rank_chunks, own, b, s, sides, sum);
 #pragma unroll
                     for (u32 h = 0; h < 2; h++) {
-                        v[h] = expand8(p.site[VECTORS ? run.site : 0], v[h], site_scale, own.scale[h], sum, 2 * h,
+                        v[h] = expand8<E>(p.site[VECTORS ? run.site : 0], v[h], site_scale, own.scale[h], sum, 2 * h,
                                        VECTORS ? run.gains : nullptr, VECTORS ? run.first + s * STEP + lane % 4 * 8 : 0);
                         store16_if(own.is[h], own.y + (h * 8ull * y_stride + s * STEP), v[h]);
                     }
@@ -338,7 +386,7 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
                 if (s < its_steps) fetch_y(its_stride, coming, s);
                 end_group();
             }
-            if (run.rest) rest(run, rank_chunks, own, b, parts);
+            if (run.rest) rest(run, rank_chunks, own, b, sides);
             own = coming;
         }
     }
@@ -399,7 +447,7 @@ template <u32 CHUNKS, u32 OUTPUTS> struct Expand {
     }
 };
 
-template <u32 CHUNKS, u32 OUTPUTS>
+template <class E, u32 CHUNKS, u32 OUTPUTS>
 DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* weights, const float* z, void* y0, void* y1,
                    void* y2, void* y3, const Params& p, unsigned char* memory) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -409,7 +457,7 @@ DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* wei
     const u32 ring = b_at + PLACES * OUTPUTS * chunks * RANKS * 2, z_ring = ring + WARPS * OUTPUTS * 32;
     const bool z_wide = (((u64)z | p.z_stride * 4ull) & 15) == 0 &&
                         ((p.site[0].z_offset | p.site[1].z_offset | p.site[2].z_offset | p.site[3].z_offset) & 3) == 0;
-    const Expand<CHUNKS, OUTPUTS> e = {p, batch, z, shared, chunks, b_at, ring + warp * OUTPUTS * 32 + lane * 16,
+    const Expand<E, CHUNKS, OUTPUTS> e = {p, batch, z, shared, chunks, b_at, ring + warp * OUTPUTS * 32 + lane * 16,
                                        z_ring + warp * CHUNKS * 1024, z_wide, lane, warp};
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < PLACES; i++) {
@@ -456,14 +504,17 @@ DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* wei
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 2)
-    lorapool_sgmv_expand_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
-                                   const unsigned char* __restrict__ weights, const float* z, u16* y0, u16* y1, u16* y2,
-                                   u16* y3, const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    if (p.max_rank <= 16) expand<1, 256>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);
-    else if (p.max_rank <= 32) expand<2, 128>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);
-    else if (p.max_rank <= 64) expand<4, 128>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);
-    else if (p.max_rank <= 256) expand<0, 64>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);
-    else expand<0, 32>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);
-}
+#define ENTRY(name, E)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(BLOCK, 2)                                                             \
+        lorapool_sgmv_expand_##name##_##name(const u32* __restrict__ batch, const u32* __restrict__ tables,            \
+                                             const unsigned char* __restrict__ weights, const float* z, u16* y0,       \
+                                             u16* y1, u16* y2, u16* y3, const __grid_constant__ Params p) {            \
+        extern __shared__ __align__(128) unsigned char memory[];                                                       \
+        if (p.max_rank <= 16) expand<E, 1, 256>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);                 \
+        else if (p.max_rank <= 32) expand<E, 2, 128>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);            \
+        else if (p.max_rank <= 64) expand<E, 4, 128>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);            \
+        else if (p.max_rank <= 256) expand<E, 0, 64>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);            \
+        else expand<E, 0, 32>(batch, tables, weights, z, y0, y1, y2, y3, p, memory);                                   \
+    }
+ENTRY(bf16, Bf16)
+ENTRY(f16, F16)
