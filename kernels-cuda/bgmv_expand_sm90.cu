@@ -1,12 +1,13 @@
-// y[row][n] += scale * sum_r B[slot(row)][n][r] * z[row][r], z the sum of its parts, rounded once: decode in bf16 for sm_90.
+// y[row][n] += scale * sum_r B[slot(row)][n][r] * z[row][r], z the sum of its parts, rounded once: decode in bf16 or f16 for sm_90.
 //
 //   warp   works by itself on a run of neighbouring tiles
 //   tile   TILE outputs of a pack of rows at a site; in units of 2 KB of B, which are asked for some units ahead
 //
-// B is the 16-row side of the product, z the 8-column side. z is taken as the sum of three bf16, which it is exactly: two
-// columns for each row of a pack of up to 4, low and then high parts in one and middle parts in the other; in a larger pack
-// a column for each row, and the middle parts have a product of their own. Order of a sum: ranks ascending in groups of
-// RANKS, of each the low parts before the high ones in one sum, the middle parts in another, added at the end.
+// B is the 16-row side of the product, z the 8-column side. z is taken as the sum of three bf16 (or tf32, if B is f16), which
+// it is exactly: two columns for each row of a pack of up to 4, low and then high parts in one and middle parts in the other;
+// in a larger pack a column for each row, and the middle parts have a product of their own. Order of a sum: ranks ascending in
+// groups of RANKS (or half that), of each the low parts before the high ones in one sum, the middle parts in another, added at
+// the end.
 #include "expand_runs.cuh"
 
 // Tiles that a pack has at a site; at those past the last, none.
@@ -49,7 +50,7 @@ struct Found {
 
 // Whole tiles of the warp's runs without vectors, or all that is left: apart, so that the latter costs the former no registers.
 // Whether there is any of the other kind.
-template <bool PLAIN>
+template <class E, bool PLAIN>
 DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const unsigned char* weights, const float* z, u16* y0,
                  u16* y1, u16* y2, u16* y3, const Share& share, u32 each, u32 ring, u32 z_kept, bool& waited) {
     const u32 lane = threadIdx.x % 32;
@@ -98,20 +99,20 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
                 others |= run.gains || run.end > end;
                 if (run.gains || run.first >= end) continue;
                 run.end = end;
-                if (run.rows > PACK_ROWS / 2) plain_run<2>(p, batch, z, run, ring, z_kept, waited);
-                else plain_run<1>(p, batch, z, run, ring, z_kept, waited);
+                if (run.rows > PACK_ROWS / 2) plain_run<E, 2>(p, batch, z, run, ring, z_kept, waited);
+                else plain_run<E, 1>(p, batch, z, run, ring, z_kept, waited);
                 waited = true;
                 continue;
             }
             if (run.gains && run.first < end) {
                 Run even = run;
                 even.end = end;
-                even_run<2, true>(p, batch, z, even, ring, z_kept, waited);
+                even_run<E, 2, true>(p, batch, z, even, ring, z_kept, waited);
                 waited = true;
             }
             if (run.first < end) run.first = end;
             if (run.first < run.end) {
-                odd_run(p, batch, z, run, aligned && site.out_features % 8 == 0, z_kept, waited);
+                odd_run<E>(p, batch, z, run, aligned && site.out_features % 8 == 0, z_kept, waited);
                 waited = true;
             }
         }
@@ -119,10 +120,9 @@ DEVICE bool runs(const Params& p, const u32* batch, const u32* tables, const uns
     return others;
 }
 
-extern "C" __global__ void __launch_bounds__(EXPAND_WARPS * 32, 4)
-    lorapool_bgmv_expand_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
-                                   const unsigned char* __restrict__ weights, const float* z, u16* y0, u16* y1, u16* y2,
-                                   u16* y3, const __grid_constant__ Params p) {
+template <class E>
+DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* weights, const float* z, u16* y0, u16* y1, u16* y2,
+                   u16* y3, const Params& p) {
     extern __shared__ __align__(128) unsigned char memory[];
     launch_next();
     const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -136,9 +136,18 @@ extern "C" __global__ void __launch_bounds__(EXPAND_WARPS * 32, 4)
     bool waited = false;
     if (share.first < share.end) {
         const u32 ring = shared_address(memory) + warp * (RING + div_ceil(p.max_rank, RANKS) * KEPT), kept = ring + RING;
-        if (runs<true>(p, batch, tables, weights, z, y0, y1, y2, y3, share, each, ring, kept, waited))
-            runs<false>(p, batch, tables, weights, z, y0, y1, y2, y3, share, each, ring, kept, waited);
+        if (runs<E, true>(p, batch, tables, weights, z, y0, y1, y2, y3, share, each, ring, kept, waited))
+            runs<E, false>(p, batch, tables, weights, z, y0, y1, y2, y3, share, each, ring, kept, waited);
     }
     // One thread that waits is enough for the end of this launch to be the end of all before it.
     if (!waited && warp == 0 && blockIdx.x == 0) wait_for_last();
 }
+
+#define ENTRY(name, E)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(EXPAND_WARPS * 32, 4) lorapool_bgmv_expand_##name##_##name(           \
+        const u32* __restrict__ batch, const u32* __restrict__ tables, const unsigned char* __restrict__ weights,      \
+        const float* z, u16* y0, u16* y1, u16* y2, u16* y3, const __grid_constant__ Params p) {                        \
+        expand<E>(batch, tables, weights, z, y0, y1, y2, y3, p);                                                       \
+    }
+ENTRY(bf16, Bf16)
+ENTRY(f16, F16)

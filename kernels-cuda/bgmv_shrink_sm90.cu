@@ -1,4 +1,4 @@
-// z[part][row][site][r] = sum over the part's k of A[slot(row)][r][k] * x[row][k], for r < rank: decode in bf16 for sm_90.
+// z[part][row][site][r] = sum over the part's k of A[slot(row)][r][k] * x[row][k], for r < rank: decode in bf16 or f16 for sm_90.
 //
 //   item   a pack of rows, a part of the columns, a site and RANKS ranks; one after the other in a block
 //   step   STEP columns of an item, STRIPS strips of STRIP for each warp; its weights are asked for two steps ahead
@@ -22,10 +22,8 @@ struct Step {
 };
 constexpr u32 LIST = 32;
 
-extern "C" __global__ void __launch_bounds__(SHRINK_WARPS * 32, 2)
-    lorapool_bgmv_shrink_bf16_bf16(const u32* __restrict__ batch, const u32* __restrict__ tables,
-                                   const unsigned char* __restrict__ weights, const u16* x, float* z,
-                                   const __grid_constant__ Params p) {
+template <class E>
+DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* weights, const u16* x, float* z, const Params& p) {
     __shared__ float memory[2][SHRINK_WARPS][PACK_ROWS * PITCH];
     __shared__ Step lists[SHRINK_WARPS][LIST];
     launch_next();
@@ -114,8 +112,8 @@ extern "C" __global__ void __launch_bounds__(SHRINK_WARPS * 32, 2)
     auto multiply = [&](const uint4 (&w)[STRIPS][2]) {
 #pragma unroll
         for (u32 i = 0; i < STRIPS; i++) {
-            mma(sum, w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y, v[i].x, v[i].y);
-            mma(odd, w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w, v[i].z, v[i].w);
+            Words<E>::mma(sum, w[i][0].x, w[i][1].x, w[i][0].y, w[i][1].y, v[i].x, v[i].y);
+            Words<E>::mma(odd, w[i][0].z, w[i][1].z, w[i][0].w, w[i][1].w, v[i].z, v[i].w);
         }
     };
     // Adds up what the warps have of an item.
@@ -173,3 +171,12 @@ extern "C" __global__ void __launch_bounds__(SHRINK_WARPS * 32, 2)
     // One thread that waits is enough for the end of this launch to be the end of all before it.
     if (!waited && blockIdx.x == 0) wait_for_last();
 }
+
+#define ENTRY(name, E)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(SHRINK_WARPS * 32, 2) lorapool_bgmv_shrink_##name##_##name(           \
+        const u32* __restrict__ batch, const u32* __restrict__ tables, const unsigned char* __restrict__ weights,      \
+        const u16* x, float* z, const __grid_constant__ Params p) {                                                    \
+        shrink<E>(batch, tables, weights, x, z, p);                                                                    \
+    }
+ENTRY(bf16, Bf16)
+ENTRY(f16, F16)

@@ -50,7 +50,7 @@ DEVICE u32 place_of_copy(u32 ring, u32 n, u32 eight) {
 // B of a tile is neighbours. A unit is, of each eight outputs, 256 bytes (all 128 of 8 ranks): that of outputs 8g.. lies in
 // the g-th part of its place, in pieces of 16 bytes, of which those of 128 bytes change places by g: lines stay together,
 // which copies take in one go, and what is read at once lies in different banks.
-template <u32 ROWS, u32 RANK>
+template <class E, u32 ROWS, u32 RANK>
 DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, bool waited) {
     constexpr bool EIGHT = RANK == 8;
     // Groups of ranks, products of a unit for each, copies of a unit.
@@ -80,12 +80,12 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
     if (!waited) wait_for_last();
     Stream<ROWS, AHEAD / GROUPS> stream;
     stream.start(own, run, ring + AHEAD * UNIT);
-    Sides sides[GROUPS];
+    Sides<E, ROWS> sides[GROUPS];
     {
         float4 sum[GROUPS];
         add_up(own, 0, GROUPS, sum);
 #pragma unroll
-        for (u32 c = 0; c < GROUPS; c++) sides[c] = sides_of<ROWS>(sum[c]);
+        for (u32 c = 0; c < GROUPS; c++) sides[c] = Sides<E, ROWS>::of(sum[c]);
     }
     // A product takes two outputs of each eight, l / 8 % 2 the one that this lane points to, and half l / 16 of a group of
     // ranks (of 8 ranks, two products take output l / 8 of four). Its piece of a unit, of which the lower three bits are
@@ -94,11 +94,8 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
     u32 read[4];
 #pragma unroll
     for (u32 i = 0; i < 4; i++) read[i] = ring + lane % 8 * part + piece / 8 * 128 + ((piece % 8 ^ i * 2) ^ lane % 8) * 16;
-    Sums<ROWS> sums;
-#pragma unroll 1
-    for (;;) {
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
+    Sums<E, ROWS> sums;
+    auto turn = [&](u32 i) {
             const u32 unit = i % GROUPS;
             wait_groups<AHEAD - 1>();
             __syncwarp();
@@ -106,7 +103,7 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
                 u32 m[2][4];
 #pragma unroll
                 for (u32 n = 0; n < 2; n++) load_matrices(read[n * 2] + i * UNIT, m[n]);
-                const u32 w[4][2] = {{m[0][0], m[0][1]}, {m[0][2], m[0][3]}, {m[1][0], m[1][1]}, {m[1][2], m[1][3]}};
+                const u32 w[4][4] = {{m[0][0], m[0][1]}, {m[0][2], m[0][3]}, {m[1][0], m[1][1]}, {m[1][2], m[1][3]}};
                 sums.set(sides[0], w);
             } else {
                 u32 w[GROUPS][PRODUCTS][4];
@@ -130,14 +127,16 @@ DEVICE void dense_run(const Params& p, const u32* batch, const float* z, const R
                 stream.left--;
             }
             end_group();
-            if (--left == 0) return;
-        }
+            return --left != 0;
+    };
+    static_assert(AHEAD == 4, "turns");
+    while (turn(0) && turn(1) && turn(2) && turn(3)) {
     }
 }
 
 // The same of any ranks, in units of RANKS ranks of all outputs; VECTORS: there are gains and offsets. `z_kept`: where this
 // warp keeps z.
-template <u32 ROWS, bool VECTORS>
+template <class E, u32 ROWS, bool VECTORS>
 DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, u32 z_kept, bool waited) {
     const u32 lane = threadIdx.x % 32;
     const u32 groups = div_ceil(run.rank, RANKS);
@@ -173,13 +172,13 @@ DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Ru
     if (!waited) wait_for_last();
     Stream<ROWS, AHEAD> stream;
     stream.start(own, run, ring + AHEAD * UNIT);
-    keep_all<ROWS>(own, groups, z_kept);
+    keep_all<E, ROWS>(own, groups, z_kept);
     // Where this lane points, of eight outputs from 8 (l % 8) on: to half l / 16 of the first two or the third and fourth.
     u32 read[2];
 #pragma unroll
     for (u32 m = 0; m < 2; m++) read[m] = ring + lane % 8 * 256 + ((m * 4 + lane / 8 % 2 * 2 + lane / 16) ^ lane % 8) * 16;
     u32 group = 0, tile_place = 0, n = run.first * TILE + lane / 4 * 8;
-    Sums<ROWS> sums = {};
+    Sums<E, ROWS> sums = {};
 #pragma unroll 1
     for (;;) {
 #pragma unroll
@@ -189,7 +188,7 @@ DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Ru
             u32 w[4][4];
 #pragma unroll
             for (u32 m = 0; m < 4; m++) load_matrices(read[m % 2] + m / 2 * 128 + i * UNIT, w[m]);
-            sums.add(0, false, kept<ROWS>(z_kept + group * KEPT), w);
+            sums.add(0, false, Sides<E, ROWS>::kept(z_kept + group * KEPT), w);
             // All lanes have read the unit.
             if (left > AHEAD) ask_b(i);
             if (++group == groups) {
@@ -213,16 +212,17 @@ DEVICE void even_run(const Params& p, const u32* batch, const float* z, const Ru
 
 // A run of any kind: ragged outputs, rows of y at odd places, vectors. Its weights go straight to registers. `wide`: y is
 // aligned, and no eighth of a tile ragged.
+template <class E>
 DEVICE void odd_run(const Params& p, const u32* batch, const float* z, const Run& run, bool wide, u32 z_kept, bool waited) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const u32 groups = div_ceil(run.rank, RANKS), out = p.site[run.site].out_features;
     const Own<2> own = own_of<2>(p, batch, z, run);
     if (!waited) wait_for_last();
-    keep_all<2>(own, groups, z_kept);
+    keep_all<E, 2>(own, groups, z_kept);
 #pragma unroll 1
     for (u32 tile = run.first; tile < run.end; tile++) {
         const u32 n = tile * TILE + g * 8, left = saturating(out, n);
-        Sums<2> sums = {};
+        Sums<E, 2> sums = {};
 #pragma unroll 1
         for (u32 c = 0; c < groups; c++) {
             u32 w[4][4];
@@ -233,7 +233,7 @@ DEVICE void odd_run(const Params& p, const u32* batch, const float* z, const Run
                 w[i / 4][i % 4] = 0;
                 if (t < left && rank < run.rank) w[i / 4][i % 4] = e[0] | (rank + 1 < run.rank ? (u32)e[1] << 16 : 0);
             }
-            sums.add(0, false, kept<2>(z_kept + c * KEPT), w);
+            sums.add(0, false, Sides<E, 2>::kept(z_kept + c * KEPT), w);
         }
 #pragma unroll
         for (u32 r = 0; r < 2; r++) {
@@ -249,13 +249,13 @@ DEVICE void odd_run(const Params& p, const u32* batch, const float* z, const Run
 }
 
 // A run's whole tiles, without vectors.
-template <u32 ROWS>
+template <class E, u32 ROWS>
 DEVICE void plain_run(const Params& p, const u32* batch, const float* z, const Run& run, u32 ring, u32 z_kept, bool waited) {
     // Ranks that fill the rows of B.
     const u32 filling = run.rank * 2 == run.b_row ? run.rank : 0;
-    if (filling == 16) dense_run<ROWS, 16>(p, batch, z, run, ring, waited);
-    else if (filling == 64) dense_run<ROWS, 64>(p, batch, z, run, ring, waited);
-    else if (filling == 32) dense_run<ROWS, 32>(p, batch, z, run, ring, waited);
-    else if (filling == 8) dense_run<ROWS, 8>(p, batch, z, run, ring, waited);
-    else even_run<ROWS, false>(p, batch, z, run, ring, z_kept, waited);
+    if (filling == 16) dense_run<E, ROWS, 16>(p, batch, z, run, ring, waited);
+    else if (filling == 64) dense_run<E, ROWS, 64>(p, batch, z, run, ring, waited);
+    else if (filling == 32) dense_run<E, ROWS, 32>(p, batch, z, run, ring, waited);
+    else if (filling == 8) dense_run<E, ROWS, 8>(p, batch, z, run, ring, waited);
+    else even_run<E, ROWS, false>(p, batch, z, run, ring, z_kept, waited);
 }

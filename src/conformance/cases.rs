@@ -67,12 +67,15 @@ pub fn all() -> Vec<Case> {
     plain.into_iter().chain(packed).collect()
 }
 
+/// The types that kernels may have ways of their own for: activations and weights of one 2-byte type.
+pub(super) const FAST: [DType; 2] = [DType::Bf16, DType::F16];
+
 /// The decode cases once more with packs, in the types that any backend has a packed kernel for.
 fn packed(cases: &[Case]) -> Vec<Case> {
     let mut seen = BTreeSet::new();
     let decode = cases.iter().filter(|case| case.op == Op::Bgmv && case.gather == 0 && !case.one_allocation);
     decode
-        .map(|case| Case { packs: true, act: DType::Bf16, weight: DType::Bf16, ..case.clone() })
+        .flat_map(|case| FAST.map(|dtype| Case { packs: true, act: dtype, weight: dtype, ..case.clone() }))
         .filter(|case| seen.insert(case.to_string()))
         .collect()
 }
@@ -123,12 +126,12 @@ fn ranks() -> Vec<Case> {
 /// slot and many, a tile a worker and several.
 fn tiles() -> Vec<Case> {
     let mut cases = Vec::new();
-    for op in Op::ALL {
+    for (op, dtype) in Op::ALL.into_iter().flat_map(|op| FAST.map(|dtype| (op, dtype))) {
         for rank in [8, 16, 24, 32, 64, 128] {
             let of = |outs: &[u32]| Case {
                 op,
-                act: DType::Bf16,
-                weight: DType::Bf16,
+                act: dtype,
+                weight: dtype,
                 in_features: 80,
                 outs: outs.to_vec(),
                 ranks: Ranks::All(rank),
@@ -384,8 +387,10 @@ fn vectors() -> Vec<Case> {
                 let (act, weight) = (DType::ALL[i % 3], DType::ALL[(i + rank as usize) % 3]);
                 let ranks = Ranks::All(rank);
                 cases.push(Case { op, act, weight, outs: vec![width], ranks, max_rank, rows: 9, ..base.clone() });
-                let types = Case { act: DType::Bf16, weight: DType::Bf16, ..base.clone() };
-                cases.push(Case { op, outs: vec![width], ranks, max_rank, rows: 17, ..types });
+                for dtype in FAST {
+                    let types = Case { act: dtype, weight: dtype, ..base.clone() };
+                    cases.push(Case { op, outs: vec![width], ranks, max_rank, rows: 17, ..types });
+                }
             }
         }
     }

@@ -5,6 +5,7 @@
 //! how a batch is split into launches, or whether the launches are replayed from a graph.
 
 use super::case::{Case, Mix, Ranks, Values};
+use super::cases::FAST;
 use super::data::Data;
 use super::oracle::Check;
 use super::raw::{Outputs, Rig};
@@ -73,7 +74,7 @@ fn cases(op: Op, act: DType) -> Vec<(String, Case)> {
     let weights = [act, DType::Bf16, DType::F16].into_iter().take(if act == DType::F32 { 3 } else { 1 });
     let mut cases: Vec<_> = weights.map(|weight| (String::new(), Case { weight, ..usual.clone() })).collect();
     cases.push((",gather".into(), Case { gather: 9, ..usual.clone() }));
-    if act == DType::Bf16 {
+    if FAST.contains(&act) {
         let packs = op == Op::Bgmv;
         if packs {
             cases.push((",packs".into(), Case { packs, ..usual.clone() }));

@@ -36,7 +36,7 @@ const fn sm90_ptx(kernel: Kernel) -> &'static str {
 pub(super) enum Variant {
     /// As the contract lays out its workgroups: any device, any types.
     Plain,
-    /// With tensor cores, clusters and early launches ([`sm90`]): bf16 from compute capability 9.0 on.
+    /// With tensor cores, clusters and early launches ([`sm90`]): bf16 and f16 from compute capability 9.0 on.
     Sm90,
 }
 
@@ -45,15 +45,22 @@ struct Measured {
     /// Compute capabilities from this one on.
     since: (i32, i32),
     spec: Spec,
+    kernels: &'static [Kernel],
     variant: Variant,
 }
 
 const BF16: Spec = Spec { act: DType::Bf16, weight: DType::Bf16 };
+const F16: Spec = Spec { act: DType::F16, weight: DType::F16 };
+const DECODE: &[Kernel] = &[Kernel::BgmvShrink, Kernel::BgmvExpand];
+const PAIRS: &[Kernel] = &[Kernel::BgmvShrink, Kernel::BgmvExpand, Kernel::SgmvShrink, Kernel::SgmvExpand];
 
 /// Variants that were measured to be worth it; what no entry names runs the plain one. `lorapool bench --tune` measures
 /// again. The figures are in `benches/results/`: on an H200 the kernels for 9.0 take from a tenth (prefill) to half (64 rows with an
 /// adapter each) of the plain ones' time.
-const MEASURED: &[Measured] = &[Measured { since: (9, 0), spec: BF16, variant: Variant::Sm90 }];
+const MEASURED: &[Measured] = &[
+    Measured { since: (9, 0), spec: BF16, kernels: PAIRS, variant: Variant::Sm90 },
+    Measured { since: (9, 0), spec: F16, kernels: DECODE, variant: Variant::Sm90 },
+];
 
 impl Variant {
     /// All, the plainest first.
@@ -77,7 +84,9 @@ impl Variant {
 
     /// What `kernel` runs in on a device of `capability`.
     pub(super) fn of(capability: (i32, i32), kernel: Kernel, spec: Spec) -> Self {
-        let entry = MEASURED.iter().find(|entry| capability >= entry.since && entry.spec == spec && kernel.is_pair());
+        let fits =
+            |entry: &&Measured| capability >= entry.since && entry.spec == spec && entry.kernels.contains(&kernel);
+        let entry = MEASURED.iter().find(fits);
         entry.map_or(Self::Plain, |entry| entry.variant)
     }
 
@@ -115,14 +124,12 @@ mod tests {
 
     #[test]
     fn the_ptx_has_an_entry_for_every_kernel_and_type_with_the_contract_s_arguments() {
-        let old = ((7, 0), DType::ALL.to_vec());
-        let new = ((9, 0), vec![DType::Bf16]);
-        for (kernel, (capability, types)) in Kernel::ALL.into_iter().flat_map(|k| [(k, &old), (k, &new)]) {
-            for &act in types {
-                for &weight in types {
+        for (kernel, capability) in Kernel::ALL.into_iter().flat_map(|k| [(k, (7, 0)), (k, (9, 0))]) {
+            for act in DType::ALL {
+                for weight in DType::ALL {
                     let spec = Spec { act, weight };
                     let name = entry(kernel, spec);
-                    let text = Variant::of(*capability, kernel, spec).ptx(kernel);
+                    let text = Variant::of(capability, kernel, spec).ptx(kernel);
                     let (_, declaration) = text.split_once(&format!(".visible .entry {name}(")).expect("no such entry");
                     let (arguments, _) = declaration.split_once(')').expect("no end of its arguments");
                     let arguments: Vec<_> = arguments.split(',').map(str::trim).collect();
