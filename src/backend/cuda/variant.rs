@@ -45,21 +45,18 @@ struct Measured {
     /// Compute capabilities from this one on.
     since: (i32, i32),
     spec: Spec,
-    kernels: &'static [Kernel],
     variant: Variant,
 }
 
 const BF16: Spec = Spec { act: DType::Bf16, weight: DType::Bf16 };
 const F16: Spec = Spec { act: DType::F16, weight: DType::F16 };
-const DECODE: &[Kernel] = &[Kernel::BgmvShrink, Kernel::BgmvExpand];
-const PAIRS: &[Kernel] = &[Kernel::BgmvShrink, Kernel::BgmvExpand, Kernel::SgmvShrink, Kernel::SgmvExpand];
 
 /// Variants that were measured to be worth it; what no entry names runs the plain one. `lorapool bench --tune` measures
 /// again. The figures are in `benches/results/`: on an H200 the kernels for 9.0 take from a tenth (prefill) to half (64 rows with an
 /// adapter each) of the plain ones' time.
 const MEASURED: &[Measured] = &[
-    Measured { since: (9, 0), spec: BF16, kernels: PAIRS, variant: Variant::Sm90 },
-    Measured { since: (9, 0), spec: F16, kernels: DECODE, variant: Variant::Sm90 },
+    Measured { since: (9, 0), spec: BF16, variant: Variant::Sm90 },
+    Measured { since: (9, 0), spec: F16, variant: Variant::Sm90 },
 ];
 
 impl Variant {
@@ -84,9 +81,7 @@ impl Variant {
 
     /// What `kernel` runs in on a device of `capability`.
     pub(super) fn of(capability: (i32, i32), kernel: Kernel, spec: Spec) -> Self {
-        let fits =
-            |entry: &&Measured| capability >= entry.since && entry.spec == spec && entry.kernels.contains(&kernel);
-        let entry = MEASURED.iter().find(fits);
+        let entry = MEASURED.iter().find(|entry| capability >= entry.since && entry.spec == spec && kernel.is_pair());
         entry.map_or(Self::Plain, |entry| entry.variant)
     }
 
