@@ -3,11 +3,11 @@
 //   warp   works by itself on a run of neighbouring tiles
 //   tile   TILE outputs of a pack of rows at a site; in units of 2 KB of B, which are asked for some units ahead
 //
-// B is the 16-row side of the product, z the 8-column side. z is taken as the sum of three bf16 (or tf32, if B is f16), which
-// it is exactly: two columns for each row of a pack of up to 4, low and then high parts in one and middle parts in the other;
-// in a larger pack a column for each row, and the middle parts have a product of their own. Order of a sum: ranks ascending in
-// groups of RANKS (or half that), of each the low parts before the high ones in one sum, the middle parts in another, added at
-// the end.
+// B is the 16-row side of the product, z the 8-column side. z is taken as the sum of three bf16: two columns for each row of a
+// pack of up to 4, low and then high parts in one and middle parts in the other; in a larger pack a column for each row, and the
+// middle parts have a product of their own. Order of a sum: ranks ascending in groups of RANKS, of each the low parts before the
+// high ones in one sum, the middle parts in another, added at the end. If B is f16, z is two tf32 instead: no low parts, and
+// groups of half as many ranks.
 #include "expand_runs.cuh"
 
 // Tiles that a pack has at a site; at those past the last, none.

@@ -1,7 +1,7 @@
 // z as a lane of the decode expand for sm_90 keeps it and multiplies it, by the type of B.
 //
-// bf16 takes a group of ranks in one step, z as three bf16. f16 takes it in two of eight ranks, in tf32, which an f16 is
-// exactly: z, of any size, as three tf32. In both they are all of z, by truncation: of one sign, and no larger.
+// bf16 takes a group of ranks in one step, z as the sum of three bf16, which it is exactly. f16 has no such range: it is taken as
+// tf32, which it is exactly, in two steps of eight ranks, and z as the sum of two tf32, which is off by its last bit at most.
 #pragma once
 #include "copies.cuh"
 #include "packs.cuh"
@@ -10,7 +10,7 @@
 constexpr u32 KEPT = 32 * 24;
 
 // What a step multiplies B with. Of one row a lane, `upper` is the high or the middle parts, by its column, and `lower` the
-// low ones or none; of two, they are the high and the low ones.
+// low ones or none; of two, they are the high and the low ones. Two tf32 are high and middle parts.
 struct Parts {
     u32 upper[2], lower[2], middle[2];
 };
@@ -20,6 +20,7 @@ template <class E, u32 ROWS> struct Sides;
 
 template <u32 ROWS> struct Sides<Bf16, ROWS> {
     static constexpr u32 STEPS = 1;
+    static constexpr bool LOWER = true;
     Parts all;
 
     DEVICE Sides of(float4 z) {
@@ -66,7 +67,8 @@ template <u32 ROWS> struct Sides<Bf16, ROWS> {
 
 template <u32 ROWS> struct Sides<F16, ROWS> {
     static constexpr u32 STEPS = 2;
-    // What `parts` splits: of a lane with the middle parts, all but the high ones.
+    static constexpr bool LOWER = false;
+    // Of one row a lane, the part that is its column's; of two, all.
     float z[4];
 
     DEVICE Sides of(float4 z) {
@@ -74,9 +76,8 @@ template <u32 ROWS> struct Sides<F16, ROWS> {
         Sides sides = {{z.x, z.y, z.z, z.w}};
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
-            float rest = sides.z[i];
-            take_tf32(rest);
-            if (second) sides.z[i] = rest;
+            const HighLow parts = split_tf32(sides.z[i]);
+            if (ROWS == 1) sides.z[i] = __uint_as_float(second ? parts.low : parts.high);
         }
         return sides;
     }
@@ -93,10 +94,10 @@ template <u32 ROWS> struct Sides<F16, ROWS> {
         Parts parts;
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
-            float rest = z[2 * step + i];
-            parts.upper[i] = take_tf32(rest);
-            parts.middle[i] = take_tf32(rest);
-            parts.lower[i] = __float_as_uint(rest);
+            const float own = z[2 * step + i];
+            const HighLow both = split_tf32(own);
+            parts.upper[i] = ROWS == 1 ? __float_as_uint(own) : both.high;
+            parts.middle[i] = both.low, parts.lower[i] = 0;
         }
         return parts;
     }

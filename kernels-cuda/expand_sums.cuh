@@ -102,13 +102,14 @@ template <class E, u32 ROWS> struct Sums {
         u32 b[COUNT][4];
 #pragma unroll
         for (u32 m = 0; m < COUNT; m++) Z::take(w[m], step, b[m]);
+        if (Z::LOWER)
 #pragma unroll
-        for (u32 m = 0; m < COUNT; m++) Z::template multiply<EIGHT>(of[0][first + m], fresh, b[m], parts.lower);
+            for (u32 m = 0; m < COUNT; m++) Z::template multiply<EIGHT>(of[0][first + m], fresh, b[m], parts.lower);
         if (ROWS == 2)
 #pragma unroll
             for (u32 m = 0; m < COUNT; m++) Z::template multiply<EIGHT>(of[ROWS - 1][first + m], fresh, b[m], parts.middle);
 #pragma unroll
-        for (u32 m = 0; m < COUNT; m++) Z::template multiply<EIGHT>(of[0][first + m], false, b[m], parts.upper);
+        for (u32 m = 0; m < COUNT; m++) Z::template multiply<EIGHT>(of[0][first + m], fresh && !Z::LOWER, b[m], parts.upper);
     }
     // Of row `i`, output 8g + n.
     __device__ __forceinline__ float total(u32 i, u32 n) const {

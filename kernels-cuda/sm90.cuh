@@ -5,9 +5,6 @@
 // Ranks that one product takes.
 constexpr u32 RANKS = 16;
 
-// c += A B, of 16x16 and 16x8 bf16.
-DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { Words<Bf16>::mma(c, a0, a1, a2, a3, b0, b1); }
-
 // The first `count` of eight elements, the others zero.
 DEVICE uint4 some8(const u16* p, u32 count) {
     u32 e[8];
@@ -42,14 +39,14 @@ template <class T> DEVICE T from_lane(T value, u32 lane) { return __shfl_sync(~0
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
 
 // Two elements of y, to which `scale` times two sums is added.
-template <class E = Bf16> DEVICE u32 add2(u32 word, float scale, float low, float high) {
+template <class E> DEVICE u32 add2(u32 word, float scale, float low, float high) {
     typedef Words<E> W;
     return W::pair(__fmaf_rn(scale, low, W::low(word)), __fmaf_rn(scale, high, W::high(word)));
 }
 
 // The same with gains and, `offsets` floats behind them, offsets of two outputs of which the first is even: vectors are padded past
 // odd ends.
-template <class E = Bf16>
+template <class E>
 DEVICE u32 shape2(u32 word, float site_scale, float row_scale, float low, float high, const float* gains, u64 offsets) {
     const float2 gain = *reinterpret_cast<const float2*>(gains), offset = *reinterpret_cast<const float2*>(gains + offsets);
     typedef Words<E> W;
@@ -58,7 +55,7 @@ DEVICE u32 shape2(u32 word, float site_scale, float row_scale, float low, float 
 }
 
 // Eight outputs of a row, from output `n` on: columns `half` and the next of four products. `gains`: of the pair.
-template <class E = Bf16>
+template <class E>
 DEVICE uint4 expand8(const SiteParams& site, const uint4& y, float site_scale, float row_scale, const float (&s)[4][4],
                      u32 half, const float* gains, u32 n) {
     u32 word[4] = {y.x, y.y, y.z, y.w};

@@ -85,9 +85,11 @@ DEVICE u32 take_high(float& low, float& high) {
     high = __fsub_rn(high, __uint_as_float(b));
     return a >> 16 | b;
 }
-// The same of one float in tf32.
-DEVICE u32 take_tf32(float& value) {
-    const u32 high = __float_as_uint(value) & 0xffffe000u;
-    value = __fsub_rn(value, __uint_as_float(high));
-    return high;
+// A float as the sum of two tf32, off by its last bit at most.
+struct HighLow {
+    u32 high, low;
+};
+DEVICE HighLow split_tf32(float value) {
+    const u32 high = __float_as_uint(value) + 0x1000u & 0xffffe000u;
+    return {high, __float_as_uint(__fsub_rn(value, __uint_as_float(high))) & 0xffffe000u};
 }
