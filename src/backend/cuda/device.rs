@@ -137,7 +137,7 @@ impl Device {
             capability,
             early_launches: early_launches()?,
             room,
-            limit: Variant::Sm90,
+            limit: Variant::Sm90a,
             caps,
         })
     }
@@ -168,7 +168,7 @@ impl Device {
             capability,
             early_launches: early_launches()?,
             room,
-            limit: Variant::Sm90,
+            limit: Variant::Sm90a,
             caps,
         })
     }

@@ -15,7 +15,8 @@ use super::module::Function;
 use super::variant::Variant;
 
 use super::queue::Shared;
-use super::sm90::{Chain, Shape, Start, shape};
+use super::sm90::{self, Chain, Shape, Start};
+use super::sm90a;
 use crate::backend::{Encoder, Launch, check_copy, check_write};
 use crate::contract::{MAX_OPERANDS, Params, THREADS};
 use crate::error::{Error, Result};
@@ -200,19 +201,21 @@ impl Encoder for CudaEncoder<'_> {
                 addresses[i] = region.ptr().0;
             }
             let max_groups = self.shared.device.caps.max_groups;
+            let clusters = function.clusters;
             let (variant, function) = function.serves(pipeline.kernel(), launch.params());
             let mut shape = match variant {
                 Variant::Plain => {
                     Shape { groups: launch.groups(max_groups)?, threads: THREADS, shared: 0, params: *launch.params() }
                 }
-                Variant::Sm90 => shape(launch, self.shared.device.room),
+                Variant::Sm90 => sm90::shape(launch, self.shared.device.room),
+                Variant::Sm90a => sm90a::shape(launch, clusters),
             };
             if shape.groups.contains(&0) {
                 continue;
             }
-            let able = variant == Variant::Sm90 && self.shared.device.early_launches;
+            let able = variant != Variant::Plain && self.shared.device.early_launches;
             let Start { early, ahead } = self.chain.link(launch, able);
-            if variant == Variant::Sm90 {
+            if variant != Variant::Plain {
                 shape.read_ahead(pipeline.kernel(), ahead);
             }
             let Shape { groups, threads, shared, params } = shape;

@@ -14,6 +14,7 @@ mod module;
 mod product;
 mod queue;
 mod sm90;
+mod sm90a;
 mod transfer;
 mod variant;
 
@@ -137,7 +138,7 @@ impl GpuBackend for CudaBackend {
     }
 
     fn variants(&self) -> Vec<&'static str> {
-        let able = |variant: &Variant| self.shared.device.capability >= variant.needs();
+        let able = |variant: &Variant| variant.runs_on(self.shared.device.capability);
         Variant::ALL.into_iter().filter(able).map(Variant::name).collect()
     }
 

@@ -7,11 +7,15 @@ use std::ffi::{CString, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex};
 
-use cudarc::driver::sys::{self, CUfunc_st, CUfunction_attribute, CUjit_option, CUmod_st, CUmodule};
+use cudarc::driver::sys::{
+    self, CUfunc_st, CUfunction_attribute, CUjit_option, CUlaunchAttribute, CUlaunchAttributeID,
+    CUlaunchAttributeValue, CUlaunchAttributeValue_union__bindgen_ty_1, CUlaunchConfig, CUmod_st, CUmodule,
+};
 
 use super::driver::{Handle, check};
 use super::queue::{Shared, lock};
 use super::sm90::Room;
+use super::sm90a;
 use super::variant::Variant;
 use crate::backend::Pipeline;
 use crate::contract::{Kernel, Params, Spec, Z_PARTS};
@@ -24,15 +28,19 @@ pub(super) struct Function {
     pub(super) backend: u64,
     plain: Handle<CUfunc_st>,
     sm90: Option<Handle<CUfunc_st>>,
+    sm90a: Option<Handle<CUfunc_st>>,
+    /// Clusters of the last one that fit on the device at once.
+    pub(super) clusters: u32,
 }
 
 impl Function {
-    /// The kernel for a launch: the faster one, but for decode where z has no room for sums in parts.
+    /// The kernel for a launch: the fastest one, but for decode where z has no room for sums in parts.
     pub(super) fn serves(&self, kernel: Kernel, params: &Params) -> (Variant, Handle<CUfunc_st>) {
         let decode = matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand);
         let usual = !decode || params.z_parts >= Z_PARTS;
-        match self.sm90 {
-            Some(function) if usual => (Variant::Sm90, function),
+        match (self.sm90a, self.sm90) {
+            (Some(function), _) if sm90a::serves(kernel, params) => (Variant::Sm90a, function),
+            (_, Some(function)) if usual => (Variant::Sm90, function),
             _ => (Variant::Plain, self.plain),
         }
     }
@@ -81,12 +89,15 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
         };
         find(module, kernel, variant, spec, shared.device.room)
     };
-    let measured = Variant::of(shared.device.capability, kernel, spec);
-    let room = shared.device.room;
-    let fits = Variant::Sm90.block(kernel, room).1 <= room.shared;
-    let fast = fits && measured.min(shared.device.limit) == Variant::Sm90;
-    let sm90 = if fast { Some(function(Variant::Sm90)?) } else { None };
-    let function = Arc::new(Function { backend: shared.id, plain: function(Variant::Plain)?, sm90 });
+    let (device, room) = (&shared.device, shared.device.room);
+    let mut faster = |variant: Variant| {
+        let fits = variant <= device.limit && variant.block(kernel, room).1 <= room.shared;
+        let serves = fits && variant.serves(device.capability, kernel, spec);
+        serves.then(|| function(variant)).transpose()
+    };
+    let (sm90, sm90a) = (faster(Variant::Sm90)?, faster(Variant::Sm90a)?);
+    let clusters = sm90a.map_or(Ok(0), |function| clusters(function, kernel, room))?;
+    let function = Arc::new(Function { backend: shared.id, plain: function(Variant::Plain)?, sm90, sm90a, clusters });
     loaded.functions.insert((kernel, spec), function.clone());
     Ok(Pipeline::new(kernel, spec, function))
 }
@@ -165,6 +176,40 @@ fn find(
     Ok(Handle(function))
 }
 
+/// Clusters of a kernel of [`sm90a`] that fit on the current context's device at once.
+fn clusters(function: Handle<CUfunc_st>, kernel: Kernel, room: Room) -> Result<u32> {
+    let (threads, shared) = sm90a::block(kernel);
+    let blocks = sm90a::cluster(kernel);
+    if blocks == 1 {
+        return Ok(room.multiprocessors);
+    }
+    let mut cluster = CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue {
+            clusterDim: CUlaunchAttributeValue_union__bindgen_ty_1 { x: blocks, y: 1, z: 1 },
+        },
+    };
+    let config = CUlaunchConfig {
+        gridDimX: room.multiprocessors / blocks * blocks,
+        gridDimY: 1,
+        gridDimZ: 1,
+        blockDimX: threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shared,
+        hStream: ptr::null_mut(),
+        attrs: &mut cluster,
+        numAttrs: 1,
+    };
+    let mut most = 0;
+    // SAFETY: a function of a loaded module; `config` and the attribute that it points to outlive the call, which writes one integer.
+    check("cuOccupancyMaxActiveClusters", unsafe {
+        sys::cuOccupancyMaxActiveClusters(&mut most, function.0, &config)
+    })?;
+    Ok(u32::try_from(most).unwrap_or(0).max(1))
+}
+
 /// Name of the entry in the PTX.
 pub(super) fn entry(kernel: Kernel, spec: Spec) -> String {
     format!("lorapool_{}_{}_{}", kernel.name(), spec.act, spec.weight)
@@ -175,9 +220,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decode_without_room_for_parts_is_served_by_the_plain_kernels_and_all_else_by_the_fast_ones() {
-        let [plain, fast] = [1, 2].map(|at| Handle(ptr::without_provenance_mut(at)));
-        let function = Function { backend: 0, plain, sm90: Some(fast) };
+    fn decode_without_room_for_parts_is_served_by_the_plain_kernels_and_prefill_of_many_ranks_by_the_widest() {
+        let [plain, fast, wide] = [1, 2, 3].map(|at| Handle(ptr::without_provenance_mut(at)));
+        let function = Function { backend: 0, plain, sm90: Some(fast), sm90a: Some(wide), clusters: 15 };
         let packed = Params { packs_at: 40, z_parts: Z_PARTS, ..Params::default() };
         for (kernel, params, expected) in [
             (Kernel::BgmvShrink, packed, Variant::Sm90),
@@ -187,6 +232,11 @@ mod tests {
             (Kernel::BgmvShrink, Params { x_rows_at: 8, packs_at: 0, ..packed }, Variant::Sm90),
             (Kernel::SgmvShrink, Params::default(), Variant::Sm90),
             (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Sm90),
+            (Kernel::SgmvShrink, Params { sites: 3, max_rank: 32, ..Params::default() }, Variant::Sm90),
+            (Kernel::SgmvShrink, Params { sites: 3, max_rank: 33, ..Params::default() }, Variant::Sm90a),
+            (Kernel::SgmvExpand, Params { max_rank: 32, ..Params::default() }, Variant::Sm90),
+            (Kernel::SgmvExpand, Params { max_rank: 64, ..Params::default() }, Variant::Sm90a),
+            (Kernel::SgmvExpand, Params { max_rank: 65, ..Params::default() }, Variant::Sm90),
         ] {
             assert_eq!(function.serves(kernel, &params).0, expected, "{kernel:?}");
         }

@@ -1,0 +1,69 @@
+//! Launches of the kernels for compute capability 9.0 alone (`kernels-cuda/wgmma.cuh`): prefill of many ranks, one block a
+//! multiprocessor. Sums have the bits of those of [`sm90`](super::sm90), so a launch may take either.
+
+use super::sm90::Shape;
+use crate::backend::Launch;
+use crate::contract::{Kernel, Params};
+
+/// Blocks of 8 ranks, of all sites, that the shrink of [`sm90`](super::sm90) takes in one pass over x.
+const ONE_PASS: u32 = 12;
+/// Blocks of a cluster of the shrink, which split the columns of A, and most tiles that it takes at a time.
+const CLUSTER: u32 = 8;
+/// Threads and bytes of shared memory of its blocks.
+const SHRINK: (u32, u32) = (256, 208_000);
+/// Ranks whose products limit the expand of [`sm90`](super::sm90), and which this one has room for.
+const EXPAND_RANKS: std::ops::RangeInclusive<u32> = 33..=64;
+/// Threads and bytes of shared memory of the expand's blocks, and outputs that a warp takes of a tile.
+const EXPAND: (u32, u32) = (288, 167_936);
+const OUTPUTS: u32 = 256;
+
+/// Whether a launch of `kernel` is faster here.
+pub(super) fn serves(kernel: Kernel, params: &Params) -> bool {
+    match kernel {
+        Kernel::SgmvShrink => params.sites * params.max_rank.div_ceil(8) > ONE_PASS,
+        Kernel::SgmvExpand => EXPAND_RANKS.contains(&params.max_rank),
+        _ => false,
+    }
+}
+
+/// Threads of a block, and bytes of shared memory that it asks for.
+pub(super) fn block(kernel: Kernel) -> (u32, u32) {
+    if kernel == Kernel::SgmvShrink { SHRINK } else { EXPAND }
+}
+
+/// Blocks of a cluster.
+pub(super) fn cluster(kernel: Kernel) -> u32 {
+    if kernel == Kernel::SgmvShrink { CLUSTER } else { 1 }
+}
+
+/// How `launch` is made on a device where so many clusters of its kernel fit at once.
+pub(super) fn shape(launch: &Launch<'_>, clusters: u32) -> Shape {
+    let params = *launch.params();
+    let kernel = launch.pipeline().kernel();
+    let items = match kernel {
+        // Works that runs of one slot can be cut into.
+        Kernel::SgmvShrink => params.tiles.min(params.tiles.div_ceil(CLUSTER) + params.slot_count).into(),
+        _ => {
+            let sites = &params.site[..params.sites as usize];
+            let pieces: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(OUTPUTS))).sum();
+            u64::from(params.tiles) * pieces
+        }
+    };
+    let (threads, shared) = block(kernel);
+    let groups = [items.min(clusters.into()) as u32 * cluster(kernel), 1, 1];
+    Shape { groups, threads, shared, params }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shrink_of_one_pass_and_an_expand_of_few_or_many_ranks_are_left_to_the_other_kernels() {
+        let of = |kernel, sites, max_rank| serves(kernel, &Params { sites, max_rank, ..Params::default() });
+        assert_eq!([(1, 96), (3, 32), (4, 24)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [false; 3]);
+        assert_eq!([(1, 97), (3, 33), (4, 512)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [true; 3]);
+        assert_eq!([32, 33, 64, 65].map(|rank| of(Kernel::SgmvExpand, 2, rank)), [false, true, true, false]);
+        assert!(!of(Kernel::BgmvShrink, 4, 512) && !of(Kernel::BgmvExpand, 1, 64));
+    }
+}
