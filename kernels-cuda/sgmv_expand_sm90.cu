@@ -58,14 +58,15 @@ template <> struct Side<F16> {
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
             float of[4] = {z[2 * h].x, z[2 * h + 1].x, z[2 * h].y, z[2 * h + 1].y};
+            // Split here each time: there are no registers to keep the parts in.
 #pragma unroll
             for (u32 i = 0; i < 4; i++) settle(of[i]);
             u32 low[4], high[4];
             float first[4], second[4];
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                high[i] = __float_as_uint(of[i]) + 0x1000u & 0xffffe000u;
-                low[i] = __float_as_uint(__fsub_rn(of[i], __uint_as_float(high[i]))) & 0xffffe000u;
+                const HighLow parts = split_tf32(of[i]);
+                high[i] = parts.high, low[i] = parts.low;
             }
 #pragma unroll
             for (u32 m = 0; m < 4; m++) {
