@@ -28,6 +28,7 @@ DEVICE void clear(float (&sum)[4][4]) {
 
 // Has the value looked up by now, not when it is first used.
 DEVICE void settle(float& value) { asm volatile("" : "+f"(value)); }
+DEVICE void settle(u32& value) { asm volatile("" : "+r"(value)); }
 template <class T> DEVICE void settle(T*& value) { asm volatile("" : "+l"(value)); }
 
 DEVICE float4 add4(const float4& a, const float4& b) {

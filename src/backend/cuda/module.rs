@@ -18,7 +18,7 @@ use super::sm90::Room;
 use super::sm90a;
 use super::variant::Variant;
 use crate::backend::Pipeline;
-use crate::contract::{Kernel, Params, Spec, Z_PARTS};
+use crate::contract::{Kernel, MAX_RANK, Params, Spec, Z_PARTS};
 use crate::error::{Error, Result};
 
 /// What a [`Pipeline`] holds: a kernel of a loaded module, in the variants that this device runs.
@@ -178,7 +178,7 @@ fn find(
 
 /// Clusters of a kernel of [`sm90a`] that fit on the current context's device at once.
 fn clusters(function: Handle<CUfunc_st>, kernel: Kernel, room: Room) -> Result<u32> {
-    let (threads, shared) = sm90a::block(kernel);
+    let (threads, shared) = sm90a::block(kernel, MAX_RANK);
     let blocks = sm90a::cluster(kernel);
     if blocks == 1 {
         return Ok(room.multiprocessors);
@@ -235,8 +235,8 @@ mod tests {
             (Kernel::SgmvShrink, Params { sites: 3, max_rank: 32, ..Params::default() }, Variant::Sm90),
             (Kernel::SgmvShrink, Params { sites: 3, max_rank: 33, ..Params::default() }, Variant::Sm90a),
             (Kernel::SgmvExpand, Params { max_rank: 32, ..Params::default() }, Variant::Sm90),
-            (Kernel::SgmvExpand, Params { max_rank: 64, ..Params::default() }, Variant::Sm90a),
-            (Kernel::SgmvExpand, Params { max_rank: 65, ..Params::default() }, Variant::Sm90),
+            (Kernel::SgmvExpand, Params { max_rank: 256, ..Params::default() }, Variant::Sm90a),
+            (Kernel::SgmvExpand, Params { max_rank: 257, ..Params::default() }, Variant::Sm90),
         ] {
             assert_eq!(function.serves(kernel, &params).0, expected, "{kernel:?}");
         }

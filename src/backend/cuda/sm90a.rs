@@ -12,10 +12,9 @@ const CLUSTER: u32 = 8;
 /// Threads and bytes of shared memory of its blocks.
 const SHRINK: (u32, u32) = (256, 208_000);
 /// Ranks whose products limit the expand of [`sm90`](super::sm90), and which this one has room for.
-const EXPAND_RANKS: std::ops::RangeInclusive<u32> = 33..=64;
-/// Threads and bytes of shared memory of the expand's blocks, and outputs that a warp takes of a tile.
-const EXPAND: (u32, u32) = (288, 167_936);
-const OUTPUTS: u32 = 256;
+const EXPAND_RANKS: std::ops::RangeInclusive<u32> = 33..=256;
+/// Threads of the expand's blocks.
+const EXPAND_THREADS: u32 = 288;
 
 /// Whether a launch of `kernel` is faster here.
 pub(super) fn serves(kernel: Kernel, params: &Params) -> bool {
@@ -27,8 +26,17 @@ pub(super) fn serves(kernel: Kernel, params: &Params) -> bool {
 }
 
 /// Threads of a block, and bytes of shared memory that it asks for.
-pub(super) fn block(kernel: Kernel) -> (u32, u32) {
-    if kernel == Kernel::SgmvShrink { SHRINK } else { EXPAND }
+pub(super) fn block(kernel: Kernel, max_rank: u32) -> (u32, u32) {
+    if kernel == Kernel::SgmvShrink { SHRINK } else { (EXPAND_THREADS, expand(max_rank).1) }
+}
+
+/// Outputs that a warp of the expand takes of a tile, and bytes of shared memory of a block: B and z of all ranks have room there.
+fn expand(max_rank: u32) -> (u32, u32) {
+    match max_rank {
+        0..=64 => (256, 167_936),
+        65..=128 => (64, 118_784),
+        _ => (64, 217_088),
+    }
 }
 
 /// Blocks of a cluster.
@@ -44,12 +52,13 @@ pub(super) fn shape(launch: &Launch<'_>, clusters: u32) -> Shape {
         // Works that runs of one slot can be cut into.
         Kernel::SgmvShrink => params.tiles.min(params.tiles.div_ceil(CLUSTER) + params.slot_count).into(),
         _ => {
+            let (outputs, _) = expand(params.max_rank);
             let sites = &params.site[..params.sites as usize];
-            let pieces: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(OUTPUTS))).sum();
+            let pieces: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum();
             u64::from(params.tiles) * pieces
         }
     };
-    let (threads, shared) = block(kernel);
+    let (threads, shared) = block(kernel, params.max_rank);
     let groups = [items.min(clusters.into()) as u32 * cluster(kernel), 1, 1];
     Shape { groups, threads, shared, params }
 }
@@ -63,7 +72,7 @@ mod tests {
         let of = |kernel, sites, max_rank| serves(kernel, &Params { sites, max_rank, ..Params::default() });
         assert_eq!([(1, 96), (3, 32), (4, 24)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [false; 3]);
         assert_eq!([(1, 97), (3, 33), (4, 512)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [true; 3]);
-        assert_eq!([32, 33, 64, 65].map(|rank| of(Kernel::SgmvExpand, 2, rank)), [false, true, true, false]);
+        assert_eq!([32, 33, 256, 257].map(|rank| of(Kernel::SgmvExpand, 2, rank)), [false, true, true, false]);
         assert!(!of(Kernel::BgmvShrink, 4, 512) && !of(Kernel::BgmvExpand, 1, 64));
     }
 }

@@ -119,15 +119,13 @@ impl Variant {
 
     /// Most threads of a block, and most bytes of shared memory that it asks for.
     pub(super) fn block(self, kernel: Kernel, room: Room) -> (u32, u32) {
-        match self {
-            Self::Sm90a => sm90a::block(kernel),
-            // With more ranks a block has fewer warps, with more memory for each.
-            Self::Sm90 => {
-                let blocks = (1..=MAX_RANK).map(|rank| sm90::block(kernel, rank, room));
-                blocks.fold((0, 0), |most, block| (most.0.max(block.0), most.1.max(block.1)))
-            }
+        // With more ranks a block may have fewer warps, with more memory for each.
+        let blocks = (1..=MAX_RANK).map(|rank| match self {
+            Self::Sm90a => sm90a::block(kernel, rank),
+            Self::Sm90 => sm90::block(kernel, rank, room),
             Self::Plain => (THREADS, 0),
-        }
+        });
+        blocks.fold((0, 0), |most, block| (most.0.max(block.0), most.1.max(block.1)))
     }
 }
 
