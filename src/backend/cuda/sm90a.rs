@@ -5,8 +5,10 @@ use super::sm90::Shape;
 use crate::backend::Launch;
 use crate::contract::{Kernel, Params};
 
-/// Blocks of 8 ranks, of all sites, that the shrink of [`sm90`](super::sm90) takes in one pass over x.
+/// Blocks of 8 ranks, of all sites, that the shrink of [`sm90`](super::sm90) takes in one pass over x, and ranks from which on
+/// this one is faster for fewer, too, between expands of this kind.
 const ONE_PASS: u32 = 12;
+const SHRINK_RANKS: u32 = 33;
 /// Blocks of a cluster of the shrink, which split the columns of A, and most tiles that it takes at a time.
 const CLUSTER: u32 = 8;
 /// Threads and bytes of shared memory of its blocks.
@@ -19,7 +21,9 @@ const EXPAND_THREADS: u32 = 288;
 /// Whether a launch of `kernel` is faster here.
 pub(super) fn serves(kernel: Kernel, params: &Params) -> bool {
     match kernel {
-        Kernel::SgmvShrink => params.sites * params.max_rank.div_ceil(8) > ONE_PASS,
+        Kernel::SgmvShrink => {
+            params.max_rank >= SHRINK_RANKS || params.sites * params.max_rank.div_ceil(8) > ONE_PASS
+        }
         Kernel::SgmvExpand => EXPAND_RANKS.contains(&params.max_rank),
         _ => false,
     }
@@ -70,8 +74,8 @@ mod tests {
     #[test]
     fn a_shrink_of_one_pass_and_an_expand_of_few_or_many_ranks_are_left_to_the_other_kernels() {
         let of = |kernel, sites, max_rank| serves(kernel, &Params { sites, max_rank, ..Params::default() });
-        assert_eq!([(1, 96), (3, 32), (4, 24)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [false; 3]);
-        assert_eq!([(1, 97), (3, 33), (4, 512)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [true; 3]);
+        assert_eq!([(1, 32), (3, 32), (4, 24)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [false; 3]);
+        assert_eq!([(1, 33), (4, 25), (4, 512)].map(|(sites, rank)| of(Kernel::SgmvShrink, sites, rank)), [true; 3]);
         assert_eq!([32, 33, 256, 257].map(|rank| of(Kernel::SgmvExpand, 2, rank)), [false, true, true, false]);
         assert!(!of(Kernel::BgmvShrink, 4, 512) && !of(Kernel::BgmvExpand, 1, 64));
     }
