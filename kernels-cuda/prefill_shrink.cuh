@@ -1,6 +1,6 @@
 // z[row][z_offset + r] = sum_k A[slot(tile)][r][k] * x[row][k], for r < rank: what the prefill shrinks for sm_90 and sm_90a share.
 //
-//   cluster  CLUSTER blocks: works of up to CLUSTER tiles of one slot, and of up to Way::MOST blocks of 8 ranks of all sites; the
+//   cluster  CLUSTER blocks: works of up to Way::TILES tiles of one slot, and of up to Way::MOST blocks of 8 ranks of all sites; the
 //            blocks split the columns
 //   block    its chunks of COLUMNS columns; x and A are fetched to shared memory some chunks ahead, as the way multiplies them
 //   warp     fetches a tile of x; looks slots up for itself
@@ -12,11 +12,9 @@
 
 constexpr u32 CLUSTER = 8;
 constexpr u32 COLUMNS = 64;
-constexpr u32 WARPS = 8;
-constexpr u32 BLOCK = WARPS * 32;
 // Bytes of a warp's sums of a tile and a block of 8 ranks.
 constexpr u32 SUMS = 512;
-static_assert(BLOCK >= WINDOW && WARPS == CLUSTER && CLUSTER == 8 && MAX_SITES == 4, "a warp for fetching each tile");
+static_assert(MAX_SITES == 4, "two steps of a scan");
 
 template <u32 SPACE> struct alignas(128) Shared {
     // The rings, and then what the cluster's sums are added up in.
@@ -26,11 +24,11 @@ template <u32 SPACE> struct alignas(128) Shared {
     u32 works[WINDOW / 32];
 };
 
-// Cuts the window's runs of one slot into works of at most CLUSTER tiles, and tells how many there are.
-template <u32 SPACE> DEVICE u32 cut_works(Shared<SPACE>& shared) {
+// Cuts the window's runs of one slot into works of at most TILES tiles, and tells how many there are.
+template <u32 TILES, u32 SPACE> DEVICE u32 cut_works(Shared<SPACE>& shared) {
     const u32 i = threadIdx.x;
     if (i < WINDOW) {
-        const bool begins = shared.tiles.slot[i] >= 0 && (i - run_begin(shared.tiles, i)) % CLUSTER == 0;
+        const bool begins = shared.tiles.slot[i] >= 0 && (i - run_begin(shared.tiles, i)) % TILES == 0;
         const u32 bits = __ballot_sync(0xffffffffu, begins);
         if (i % 32 == 0) shared.works[i / 32] = bits;
     }
@@ -114,20 +112,22 @@ template <u32 ROWS> struct Pass {
     u32 early;                         // chunks of x that are on their way
 };
 
-// Where this block's sums of tiles go, in the blocks that own these.
+// Where this block's sums of tiles go, in the blocks that own these: those of tile i in block i % CLUSTER.
 struct Inboxes {
-    u32 own;
+    u32 own, bytes;
     // Those of a tile.
-    __device__ __forceinline__ u32 of(u32 tile) const { return address_in(own, tile); }
+    __device__ __forceinline__ u32 of(u32 tile) const { return address_in(own + tile / CLUSTER * bytes, tile % CLUSTER); }
 };
 
-// Adds up what the cluster's warps have, and writes it: tile i by block i. BLOCKS: of ranks that there is room for. `give` stores the
-// warp's sums, a block of ranks after the other, SUMS bytes each.
-template <u32 BLOCKS, u32 ROWS, u32 SPACE, class F>
-DEVICE void add_up(const Pass<ROWS>& pass, const Shared<SPACE>& shared, bool& waited, F give) {
-    static_assert(CLUSTER * BLOCKS * SUMS <= SPACE, "room for the sums");
+// Adds up what the cluster's warps have, and writes it. BLOCKS: of ranks that there is room for. `give` stores the warp's sums, a
+// block of ranks after the other, SUMS bytes each.
+template <class Way, u32 BLOCKS, class F>
+DEVICE void add_up(const Pass<Way::ROWS>& pass, const Shared<Way::SPACE>& shared, bool& waited, F give) {
+    // Tiles that a block owns at most, and pieces of 16 bytes of the sums of one.
+    constexpr u32 OWNED = (Way::TILES + CLUSTER - 1) / CLUSTER, INBOX = CLUSTER * BLOCKS * 32;
+    static_assert(OWNED * INBOX * 16 <= Way::SPACE, "room for the sums");
     const Params& p = pass.p;
-    const Work<ROWS>& work = pass.work;
+    const auto& work = pass.work;
     const u32 block = block_of_cluster();
     const u32 lane = lane_of(), warp = warp_of();
     const float4* const inbox = reinterpret_cast<const float4*>(shared.space) + lane;
@@ -135,19 +135,22 @@ DEVICE void add_up(const Pass<ROWS>& pass, const Shared<SPACE>& shared, bool& wa
     cluster_arrive();
     // Where this lane's first sums go, before all have come.
     const u32 g = lane / 4, r = lane % 4 * 2;
-    float* to[2];
-    bool is[2], none[2];
+    float* to[OWNED][2];
+    bool is[OWNED][2], none[OWNED][2];
 #pragma unroll
-    for (u32 h = 0; h < 2; h++) {
-        const long long row = block < work.count ? tile_row(p, shared.tiles, work.begin + block, g + h * 8) : -1;
-        is[h] = row >= 0;
-        none[h] = is[h] && p.x_rows_at && x_row(p, pass.batch, (u32)row) == NO_ROW;
-        to[h] = pass.z + ((is[h] ? (u64)row * p.z_stride : 0) + r);
-    }
+    for (u32 t = 0; t < OWNED; t++)
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            const u32 tile = block + t * CLUSTER;
+            const long long row = tile < work.count ? tile_row(p, shared.tiles, work.begin + tile, g + h * 8) : -1;
+            is[t][h] = row >= 0;
+            none[t][h] = is[t][h] && p.x_rows_at && x_row(p, pass.batch, (u32)row) == NO_ROW;
+            to[t][h] = pass.z + ((is[t][h] ? (u64)row * p.z_stride : 0) + r);
+        }
     Eight e = eight(pass.matrices, pass.begin + (warp < pass.blocks ? warp : 0));
     // All rings are free.
     cluster_wait();
-    give(Inboxes{shared_address(inbox + block * BLOCKS * 32)});
+    give(Inboxes{shared_address(inbox + block * BLOCKS * 32), INBOX * 16});
     cluster_arrive();
     if (!waited) {
         wait_for_last();
@@ -156,30 +159,35 @@ DEVICE void add_up(const Pass<ROWS>& pass, const Shared<SPACE>& shared, bool& wa
     cluster_wait();
     if (block >= work.count) return;
 #pragma unroll 1
-    for (u32 b = warp; b < pass.blocks; b += WARPS) {
-        if (b >= WARPS) e = eight(pass.matrices, pass.begin + b);
-        float4 total = inbox[b * 32];
+    for (u32 b = warp; b < pass.blocks; b += Way::TILES) {
+        if (b >= Way::TILES) e = eight(pass.matrices, pass.begin + b);
 #pragma unroll
-        for (u32 i = 1; i < CLUSTER; i++) {
-            const float4 part = inbox[(i * BLOCKS + b) * 32];
-            total = add4(total, part);
-        }
+        for (u32 t = 0; t < OWNED; t++) {
+            if (t && block + t * CLUSTER >= work.count) break;
+            const float4* const its = inbox + t * INBOX;
+            float4 total = its[b * 32];
 #pragma unroll
-        for (u32 h = 0; h < 2; h++) {
-            float* const from = to[h] + (p.site[e.site].z_offset + e.rank);
-            const float low = none[h] ? 0.0f : h ? total.z : total.x, high = none[h] ? 0.0f : h ? total.w : total.y;
-            if (!is[h]) continue;
-            if (r + 1 < e.left && ((u64)from & 7) == 0) {
-                *reinterpret_cast<float2*>(from) = make_float2(low, high);
-            } else {
-                if (r < e.left) from[0] = low;
-                if (r + 1 < e.left) from[1] = high;
+            for (u32 i = 1; i < CLUSTER; i++) {
+                const float4 part = its[(i * BLOCKS + b) * 32];
+                total = add4(total, part);
+            }
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                float* const from = to[t][h] + (p.site[e.site].z_offset + e.rank);
+                const float low = none[t][h] ? 0.0f : h ? total.z : total.x, high = none[t][h] ? 0.0f : h ? total.w : total.y;
+                if (!is[t][h]) continue;
+                if (r + 1 < e.left && ((u64)from & 7) == 0) {
+                    *reinterpret_cast<float2*>(from) = make_float2(low, high);
+                } else {
+                    if (r < e.left) from[0] = low;
+                    if (r + 1 < e.left) from[1] = high;
+                }
             }
         }
     }
 }
 
-// All works. Way: how a pass fetches and multiplies.
+// All works. Way: how a pass fetches and multiplies; it has a warp for each of TILES.
 template <class Way>
 DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* weights, const u16* x, float* z, const Params& p) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -187,6 +195,7 @@ DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* wei
     // Where x may be read at once, only z waits for the launch before, and the next one may start beside this.
     bool waited = false;
     if (p.z_parts) launch_next();
+    static_assert(Way::TILES * 32 >= WINDOW, "a thread for each tile");
     const u32 lane = lane_of(), warp = warp_of();
     // A's pieces are counted from a multiple of their length.
     const u32 skew = (u64)weights & 15;
@@ -202,14 +211,14 @@ DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* wei
     u32 before = 0, next = blockIdx.x / CLUSTER;
     for (u32 window = 0; window < p.tiles; window += WINDOW) {
         read_tiles(p, batch, window, shared.tiles);
-        const u32 works = cut_works(shared) * passes;
+        const u32 works = cut_works<Way::TILES>(shared) * passes;
         for (; next < before + works; next += gridDim.x / CLUSTER) {
             u32 at = next - before, number = 0;
             if (passes > 1) number = at % passes, at /= passes;
             Work<Way::ROWS> work;
             work.begin = work_begin(shared, at);
             work.count = run_end(shared.tiles, work.begin) - work.begin;
-            if (work.count > CLUSTER) work.count = CLUSTER;
+            if (work.count > Way::TILES) work.count = Way::TILES;
             work.first = block * share < chunks ? block * share : chunks;
             work.end = work.first + share < chunks ? work.first + share : chunks;
             // Of no rows none is read.
@@ -268,7 +277,7 @@ DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* wei
 
 // The entry of a way for elements `name`; so many blocks of it fit on a multiprocessor.
 #define SHRINK(name, WAY, RESIDENT)                                                                                    \
-    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(BLOCK, RESIDENT)                      \
+    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WAY::TILES * 32, RESIDENT)            \
         lorapool_sgmv_shrink_##name##_##name(const u32* __restrict__ batch, const u32* __restrict__ tables,            \
                                              const unsigned char* __restrict__ weights, const u16* x, float* z,        \
                                              const __grid_constant__ Params p) {                                       \

@@ -8,7 +8,7 @@ constexpr u32 PIECES = 512;
 constexpr u32 SLAB = COLUMNS / 32 * PIECES;
 
 template <class E> struct Way {
-    static constexpr u32 MOST = 12, SPACE = 106496, ROWS = 2, X_STAGE = CLUSTER * 2 * SLAB;
+    static constexpr u32 TILES = 8, MOST = 12, SPACE = 106496, ROWS = 2, X_STAGE = TILES * 2 * SLAB;
 
     // Rings of a pass in which each warp has EACH blocks of ranks: x's, then A's. Copies to pieces that straddle lines of 128
     // bytes take twice as long.
@@ -19,7 +19,7 @@ template <class E> struct Way {
         static constexpr u32 STAGES = FIT < 5 ? FIT : 5;
         static constexpr u32 A = STAGES * X_STAGE;
         // Pieces of A that a thread fetches of a chunk; not all warps have the last.
-        static constexpr u32 OWN = (BLOCKS * (COLUMNS / 32) + WARPS - 1) / WARPS;
+        static constexpr u32 OWN = (BLOCKS * (COLUMNS / 32) + TILES - 1) / TILES;
         static_assert(STAGES >= 3, "two chunks ahead");
     };
 
@@ -59,7 +59,7 @@ template <class E> struct Way {
     template <u32 EACH> DEVICE void find_a(const Pass<ROWS>& pass, u32 (&a)[Rings<EACH>::OWN]) {
 #pragma unroll
         for (u32 i = 0; i < Rings<EACH>::OWN; i++) {
-            const u32 piece = warp_of() + i * WARPS;
+            const u32 piece = warp_of() + i * TILES;
             const Eight e = eight(pass.matrices, pass.begin + (piece / 2 < pass.blocks ? piece / 2 : 0));
             // Ranks that there aren't are of the first.
             const u32 g = e.rank + (lane_of() / 4 < e.left ? lane_of() / 4 : 0);
@@ -72,15 +72,15 @@ template <class E> struct Way {
         if (k + COLUMNS <= pass.p.in_features) {
 #pragma unroll
             for (u32 i = 0; i < Rings<EACH>::OWN; i++)
-                if (warp_of() + i * WARPS < pass.blocks * 2)
-                    copy_all16(to + i * WARPS * PIECES, pass.weights + ((u64)a[i] * 16 + k * 2));
+                if (warp_of() + i * TILES < pass.blocks * 2)
+                    copy_all16(to + i * TILES * PIECES, pass.weights + ((u64)a[i] * 16 + k * 2));
         } else {
             const u32 left = saturating(pass.p.in_features, k + warp_of() % 2 * 32 + lane_of() % 4 * 8);
             const u32 bytes = left < 8 ? left * 2 : 16;
 #pragma unroll
             for (u32 i = 0; i < Rings<EACH>::OWN; i++)
-                if (warp_of() + i * WARPS < pass.blocks * 2)
-                    copy16(to + i * WARPS * PIECES, pass.weights + ((u64)a[i] * 16 + (bytes ? k * 2 : 0)), bytes);
+                if (warp_of() + i * TILES < pass.blocks * 2)
+                    copy16(to + i * TILES * PIECES, pass.weights + ((u64)a[i] * 16 + (bytes ? k * 2 : 0)), bytes);
         }
     }
 
@@ -149,7 +149,7 @@ template <class E> struct Way {
     template <u32 EACH> DEVICE void run_in(const Pass<ROWS>& pass, Shared<SPACE>& shared, bool& waited) {
         float sum[2][EACH][4];
         multiply<EACH>(pass, shared_address(shared.space), sum);
-        add_up<Rings<EACH>::BLOCKS>(pass, shared, waited, [&](const Inboxes& inboxes) {
+        add_up<Way, Rings<EACH>::BLOCKS>(pass, shared, waited, [&](const Inboxes& inboxes) {
 #pragma unroll
             for (u32 t = 0; t < 2; t++) {
                 const u32 owner = warp_of() % 4 + t * 4;

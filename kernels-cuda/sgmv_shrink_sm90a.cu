@@ -1,6 +1,6 @@
-// The prefill shrink for sm_90a, bf16 or f16, for many ranks (prefill_shrink.cuh): a warpgroup multiplies four of the tiles by all
-// blocks of ranks of a pass, 64 ranks a product, both from shared memory. One block fits on a multiprocessor: its rings are deep, and
-// x is read once for up to 192 ranks.
+// The prefill shrink for sm_90a, bf16 or f16, for many ranks (prefill_shrink.cuh): each of three warpgroups multiplies four of the tiles
+// by all blocks of ranks of a pass, 64 ranks a product, both from shared memory. One block fits on a multiprocessor: its rings are
+// deep, and x is read once for up to 192 ranks.
 #include "prefill_shrink.cuh"
 #include "wgmma.cuh"
 
@@ -8,10 +8,10 @@
 constexpr u32 LINE = COLUMNS * 2;
 // Ranks of a product.
 constexpr u32 WIDE_RANKS = 64;
-static_assert(LINE == 128 && CLUSTER * SGMV_TILE_ROWS == 128, "lines as products take them, of two warpgroups");
+static_assert(LINE == 128, "lines as products take them");
 
 template <class E> struct Way {
-    static constexpr u32 MOST = 24, SPACE = 204800, ROWS = 4, X_STAGE = CLUSTER * SGMV_TILE_ROWS * LINE;
+    static constexpr u32 TILES = 12, MOST = 24, SPACE = 196608, ROWS = 4, X_STAGE = TILES * SGMV_TILE_ROWS * LINE;
 
     // Rings of a pass of COUNT products of ranks: x's, then A's.
     template <u32 COUNT> struct Rings {
@@ -20,8 +20,8 @@ template <class E> struct Way {
         static constexpr u32 FIT = SPACE / (X_STAGE + A_STAGE);
         static constexpr u32 STAGES = FIT < 6 ? FIT : 6;
         static constexpr u32 A = STAGES * X_STAGE;
-        // Fours of ranks that a warp fetches of a chunk.
-        static constexpr u32 OWN = COUNT * WIDE_RANKS / 4 / WARPS;
+        // Fours of ranks that a warp fetches of a chunk; not all warps have the last.
+        static constexpr u32 OWN = (COUNT * WIDE_RANKS / 4 + TILES - 1) / TILES;
     };
 
     DEVICE u32 early(u32) { return Rings<MOST * 8 / WIDE_RANKS>::STAGES - 1; }
@@ -47,7 +47,7 @@ template <class E> struct Way {
     }
 
     // The first of this warp's `i`-th four ranks of the pass.
-    DEVICE u32 four(u32 i) { return (i * WARPS + warp_of()) * 4; }
+    DEVICE u32 four(u32 i) { return (i * TILES + warp_of()) * 4; }
 
     // This thread's pieces of A, counted from weights on.
     template <u32 OWN> DEVICE void find_a(const Pass<ROWS>& pass, u32 (&a)[OWN]) {
@@ -79,7 +79,7 @@ template <class E> struct Way {
     template <u32 COUNT> DEVICE void multiply(const Pass<ROWS>& pass, u32 ring, WideSums (&sum)[COUNT]) {
         typedef Rings<COUNT> R;
         constexpr u32 STAGES = R::STAGES;
-        static_assert(STAGES >= 5, "as many chunks of x ahead as begin before ranks are known");
+        static_assert(STAGES >= 4, "as many chunks of x ahead as begin before ranks are known");
         const Work<ROWS>& work = pass.work;
         const u32 x_to = Way::x_to(ring);
         u32 a[R::OWN];
@@ -97,7 +97,7 @@ template <class E> struct Way {
         };
 #pragma unroll 1
         for (u32 s = 0; s < STAGES - 1; s++) fetch(s, work.first + s, s >= pass.early);
-        const u64 x_from = wide_rows(ring + from_lane(warp_of(), 0) / 4 * (X_STAGE / 2)), a_from = wide_rows(ring + R::A);
+        const u64 x_from = wide_rows(ring + from_lane(warp_of(), 0) / 4 * (4 * SGMV_TILE_ROWS * LINE)), a_from = wide_rows(ring + R::A);
         u32 stage = 0;
 #pragma unroll 1
         for (u32 chunk = work.first; chunk < work.end; chunk++) {
@@ -125,7 +125,7 @@ template <class E> struct Way {
     template <u32 COUNT> DEVICE void run_in(const Pass<ROWS>& pass, Shared<SPACE>& shared, bool& waited) {
         WideSums sum[COUNT];
         multiply<COUNT>(pass, shared_address(shared.space), sum);
-        add_up<Rings<COUNT>::BLOCKS>(pass, shared, waited, [&](const Inboxes& inboxes) {
+        add_up<Way, Rings<COUNT>::BLOCKS>(pass, shared, waited, [&](const Inboxes& inboxes) {
             if (warp_of() >= pass.work.count) return;
             const u32 at = inboxes.of(warp_of());
 #pragma unroll
@@ -143,6 +143,6 @@ template <class E> struct Way {
     }
 };
 
-static_assert(sizeof(Shared<Way<Bf16>::SPACE>) == 208000, "what launches count on");
+static_assert(sizeof(Shared<Way<Bf16>::SPACE>) == 199808, "what launches count on");
 SHRINK(bf16, Way<Bf16>, 1)
 SHRINK(f16, Way<F16>, 1)

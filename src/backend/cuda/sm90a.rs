@@ -11,8 +11,9 @@ const ONE_PASS: u32 = 12;
 const SHRINK_RANKS: u32 = 33;
 /// Blocks of a cluster of the shrink, which split the columns of A, and most tiles that it takes at a time.
 const CLUSTER: u32 = 8;
+const TILES: u32 = 12;
 /// Threads and bytes of shared memory of its blocks.
-const SHRINK: (u32, u32) = (256, 208_000);
+const SHRINK: (u32, u32) = (TILES * 32, 199_808);
 /// Ranks whose products limit the expand of [`sm90`](super::sm90), and which this one has room for.
 const EXPAND_RANKS: std::ops::RangeInclusive<u32> = 33..=256;
 /// Threads of the expand's blocks.
@@ -21,9 +22,7 @@ const EXPAND_THREADS: u32 = 288;
 /// Whether a launch of `kernel` is faster here.
 pub(super) fn serves(kernel: Kernel, params: &Params) -> bool {
     match kernel {
-        Kernel::SgmvShrink => {
-            params.max_rank >= SHRINK_RANKS || params.sites * params.max_rank.div_ceil(8) > ONE_PASS
-        }
+        Kernel::SgmvShrink => params.max_rank >= SHRINK_RANKS || params.sites * params.max_rank.div_ceil(8) > ONE_PASS,
         Kernel::SgmvExpand => EXPAND_RANKS.contains(&params.max_rank),
         _ => false,
     }
@@ -54,7 +53,7 @@ pub(super) fn shape(launch: &Launch<'_>, clusters: u32) -> Shape {
     let kernel = launch.pipeline().kernel();
     let items = match kernel {
         // Works that runs of one slot can be cut into.
-        Kernel::SgmvShrink => params.tiles.min(params.tiles.div_ceil(CLUSTER) + params.slot_count).into(),
+        Kernel::SgmvShrink => params.tiles.min(params.tiles.div_ceil(TILES) + params.slot_count).into(),
         _ => {
             let (outputs, _) = expand(params.max_rank);
             let sites = &params.site[..params.sites as usize];
