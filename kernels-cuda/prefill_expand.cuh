@@ -55,7 +55,8 @@ struct Mine {
 //   first(run, turn)         the first of this warp's tiles of a run, or that of its neighbours' where they work together; none: at
 //                            least the run's end. `turn`: turns(run) of all runs before
 //   tile(run, t), fetch_y(y_stride, mine, step), fetch_z(run, mine)
-//   work<VECTORS>(r, turn, own)   this warp's tiles of run `r`, the first of which is `own` and on its way, as is the one it leaves there
+//   work<VECTORS>(r, turn, own)   this warp's tiles of run `r`, the first of which is `own` and on its way, as is the one it leaves
+//                            there
 struct Warp {
     const Params& p;
     const u32* batch;

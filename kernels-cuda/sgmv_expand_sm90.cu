@@ -1,5 +1,5 @@
-// The prefill expand for sm_90, bf16 or f16 (prefill_expand.cuh): a warp has every WARPS-th tile; z is the 16-row side of the product, B
-// the 8-column side, by ldmatrix.
+// The prefill expand for sm_90, bf16 or f16 (prefill_expand.cuh): a warp has every WARPS-th tile; z is the 16-row side of the
+// product, B the 8-column side, by ldmatrix.
 //
 // Order of a sum: ranks ascending in chunks of RANKS, of which Side tells the rest.
 #include "prefill_expand.cuh"
@@ -100,7 +100,9 @@ template <class E, u32 CHUNKS, u32 OUTPUTS_> struct Way : Warp {
                 chunks};
     }
 
-    __device__ __forceinline__ u32 place_of_b(u32 r) const { return b_at + r % PLACES * (OUTPUTS * (CHUNKS ? CHUNKS : chunks) * RANKS * 2); }
+    __device__ __forceinline__ u32 place_of_b(u32 r) const {
+        return b_at + r % PLACES * (OUTPUTS * (CHUNKS ? CHUNKS : chunks) * RANKS * 2);
+    }
     DEVICE void tell_b(u32 barrier) { barrier_arrive_after_copies(barrier); }
 
     // Bytes from a place's start to the 16 bytes of output `n`: of 32 outputs, of 16 ranks, there are 8 matrices of 8 outputs

@@ -1,5 +1,5 @@
-// The prefill expand for sm_90a, bf16, ranks up to 256 (prefill_expand.cuh): a warpgroup has four tiles at a time, one a warp, and every
-// WARPGROUPS-th four of all runs; z in registers is the 64-row side of its products, B in shared memory the 64-column side.
+// The prefill expand for sm_90a, bf16, ranks up to 256 (prefill_expand.cuh): a warpgroup has four tiles at a time, one a warp, and
+// every WARPGROUPS-th four of all runs; z in registers is the 64-row side of its products, B in shared memory the 64-column side.
 //
 // z is taken as the sum of three bf16, which it is exactly. Order of a sum: ranks ascending in chunks of RANKS; of a chunk the
 // low parts of z, then the middle ones, then the high ones.

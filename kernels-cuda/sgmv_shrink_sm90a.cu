@@ -1,6 +1,6 @@
-// The prefill shrink for sm_90a, bf16 or f16, for many ranks (prefill_shrink.cuh): each of three warpgroups multiplies four of the tiles
-// by all blocks of ranks of a pass, 64 ranks a product, both from shared memory. One block fits on a multiprocessor: its rings are
-// deep, and x is read once for up to 192 ranks.
+// The prefill shrink for sm_90a, bf16 or f16, for many ranks (prefill_shrink.cuh): each of three warpgroups multiplies four of the
+// tiles by all blocks of ranks of a pass, 64 ranks a product, both from shared memory. One block fits on a multiprocessor: its rings
+// are deep, and x is read once for up to 192 ranks.
 #include "prefill_shrink.cuh"
 #include "wgmma.cuh"
 
@@ -97,7 +97,8 @@ template <class E> struct Way {
         };
 #pragma unroll 1
         for (u32 s = 0; s < STAGES - 1; s++) fetch(s, work.first + s, s >= pass.early);
-        const u64 x_from = wide_rows(ring + from_lane(warp_of(), 0) / 4 * (4 * SGMV_TILE_ROWS * LINE)), a_from = wide_rows(ring + R::A);
+        const u64 x_from = wide_rows(ring + from_lane(warp_of(), 0) / 4 * (4 * SGMV_TILE_ROWS * LINE));
+        const u64 a_from = wide_rows(ring + R::A);
         u32 stage = 0;
 #pragma unroll 1
         for (u32 chunk = work.first; chunk < work.end; chunk++) {

@@ -1,6 +1,6 @@
 //! `lorapool bench`
 
-use crate::{backends, lorapool};
+use crate::{backends, fixtures, lorapool};
 
 /// One layer and few replays: the numbers mean nothing here, their document does.
 const SHORT: [&str; 6] = ["--layers", "1", "--replays", "2", "--json", "--backend"];
@@ -21,6 +21,17 @@ fn bench_times_named_cases_beside_their_floor_on_every_required_backend() {
         }
         assert!(document["copy_bytes_per_second"].as_f64() > Some(0.0));
     }
+}
+
+#[test]
+fn bench_says_which_linears_of_a_base_it_does_not_time() {
+    let base = fixtures().join("_base/mixtral");
+    let own = ["bench", "--rows", "2", "--rank", "4", "--backend", "cpu", "--replays", "2", "--base"];
+    let ran = lorapool(own.iter().map(|word| word.as_ref()).chain([base.as_os_str()]).chain(["--json".as_ref()]));
+    assert_eq!(ran.code, 0, "{ran:?}");
+    assert!(ran.json()["experts_left_out"].as_u64() > Some(0), "{ran:?}");
+    let text = lorapool(own.iter().map(|word| word.as_ref()).chain([base.as_os_str()]));
+    assert!(text.stdout.contains("not in these times:"), "{text:?}");
 }
 
 #[test]

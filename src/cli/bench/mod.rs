@@ -15,7 +15,6 @@ use std::path::PathBuf;
 use clap::Args;
 use lorapool::Error;
 use lorapool::ops::Op;
-use lorapool::pool::SiteSpec;
 
 use super::adapters;
 use super::args::{DeviceArgs, dtype};
@@ -23,7 +22,7 @@ use super::console::Console;
 use super::failure::{Failure, Status};
 use super::progress::Progress;
 use case::{Case, Mix};
-use report::{Line, Report};
+use report::{Line, Report, Shapes};
 use rig::Rig;
 
 /// Time a step's whole LoRA work beside the least that it could take
@@ -34,7 +33,7 @@ use rig::Rig;
 /// batch and the activations read, the outputs read and written) over the bandwidth of the device's own copies,
 /// measured in the same run. Where the vendor's matrix library is found (cuBLAS), the base model's own products for
 /// the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic; results are checked
-/// by `run`, not here.
+/// by `run`, not here. A base's routed experts are in none of the times, and the report says how many linears that leaves out.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     lorapool bench                                       the usual cases at the shapes of Llama-3.1-8B\n  \
@@ -125,7 +124,8 @@ impl Bench {
         let mut cases = self.cases()?;
         // Cases of one rank share a pool; the order within a rank stays.
         cases.sort_by_key(|case| case.rank);
-        let (shapes, sites) = self.sites()?;
+        let shapes = self.shapes()?;
+        let sites = shapes.sites.clone();
         // Before anything is timed: hours of cases must not end at a path that can't be written.
         let plot = match &self.plot {
             Some(path) => Some((path, File::create(path).map_err(|error| Failure::io(path.display(), error))?)),
@@ -137,20 +137,20 @@ impl Bench {
             progress.start("swaps");
             let case = if self.cases.is_empty() && self.rows.is_none() { Case::usual_step() } else { cases.remove(0) };
             let samples = self.replays as usize;
-            let report = swap::run(&gpu, &sites, shapes, &case, self.dtype, samples, self.seed)?;
+            let report = swap::run(&gpu, &sites, shapes.name, &case, self.dtype, samples, self.seed)?;
             drop(progress);
             console.result(&report, swap::Report::text);
             return Ok(Status::Done);
         }
         let samples = self.replays as usize;
         if self.tune {
-            let report = tune::run(&gpu, &sites, shapes, &cases, self.dtype, samples, self.seed)?;
+            let report = tune::run(&gpu, &sites, shapes.name, &cases, self.dtype, samples, self.seed)?;
             console.result(&report, tune::Report::text);
             return Ok(Status::Done);
         }
         let (bandwidth, copied) = rig::copy_bandwidth(&*gpu, samples)?;
         let mut progress = Progress::new("cases", cases.len());
-        let mut report = Report::new(gpu.caps(), shapes, sites.len(), self.dtype, bandwidth, copied);
+        let mut report = Report::new(gpu.caps(), shapes, self.dtype, bandwidth, copied);
         let mut bases: BTreeMap<u32, f64> = BTreeMap::new();
         for cases in cases.chunk_by(|a, b| a.rank == b.rank) {
             let slots = cases.iter().map(|case| case.adapters).max().unwrap_or(1);
@@ -200,8 +200,7 @@ impl Bench {
         self.cases.iter().map(find).collect()
     }
 
-    /// What the shapes are called, and the sites.
-    fn sites(&self) -> Result<(String, Vec<SiteSpec>), Failure> {
+    fn shapes(&self) -> Result<Shapes, Failure> {
         let layers = self.layers.unwrap_or(usize::MAX);
         let Some(dir) = &self.base else {
             let layers = layers.min(32);
@@ -209,11 +208,12 @@ impl Bench {
                 1 => "Llama-3.1-8B, 1 layer".to_owned(),
                 more => format!("Llama-3.1-8B, {more} layers"),
             };
-            return Ok((name, rig::llama(layers)));
+            return Ok(Shapes { name, sites: rig::llama(layers), experts_left_out: 0 });
         };
         let base = adapters::open_base(Some(dir))?;
         let mut sites = adapters::pool_spec(base.as_ref(), [], 1, self.dtype)?.sites;
         sites.retain(|site| site.id.layer < layers);
-        Ok((dir.display().to_string(), sites))
+        let experts = base.iter().flat_map(|base| base.experts()).filter(|linear| linear.site.layer < layers);
+        Ok(Shapes { name: dir.display().to_string(), sites, experts_left_out: experts.count() })
     }
 }

@@ -2,6 +2,7 @@
 
 use lorapool::DType;
 use lorapool::backend::Caps;
+use lorapool::pool::SiteSpec;
 use serde::Serialize;
 
 use super::super::console::{bytes, render, table};
@@ -61,6 +62,17 @@ impl Line {
     }
 }
 
+/// What is timed.
+#[derive(Clone, Debug)]
+pub struct Shapes {
+    /// What the shapes are called.
+    pub name: String,
+    /// The sites.
+    pub sites: Vec<SiteSpec>,
+    /// Linears of routed experts, which aren't timed.
+    pub experts_left_out: usize,
+}
+
 /// The document.
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -78,6 +90,8 @@ pub struct Report {
     copy_bytes: u64,
     /// Why there is no time of the base model's own products.
     pub no_base: Option<String>,
+    /// Linears of the base's routed experts, which are in none of the times.
+    experts_left_out: usize,
     /// The cases.
     #[serde(rename = "results")]
     pub lines: Vec<Line>,
@@ -85,19 +99,20 @@ pub struct Report {
 
 impl Report {
     /// Without results yet.
-    pub fn new(caps: &Caps, shapes: String, sites: usize, dtype: DType, bandwidth: f64, copied: u64) -> Self {
+    pub fn new(caps: &Caps, shapes: Shapes, dtype: DType, bandwidth: f64, copied: u64) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION"),
             backend: caps.backend,
             device: caps.device.clone(),
             driver: caps.driver.clone(),
             api: caps.api.clone(),
-            shapes,
-            sites,
+            shapes: shapes.name,
+            sites: shapes.sites.len(),
             dtype,
             copy_bytes_per_second: bandwidth,
             copy_bytes: copied,
             no_base: None,
+            experts_left_out: shapes.experts_left_out,
             lines: Vec::new(),
         }
     }
@@ -165,6 +180,9 @@ impl Report {
         out += &render(&table);
         if let Some(reason) = &self.no_base {
             out += &format!("\n\nno time of the base model's own products: {reason}");
+        }
+        if self.experts_left_out > 0 {
+            out += &format!("\n\nnot in these times: {} linears of routed experts", self.experts_left_out);
         }
         out
     }
