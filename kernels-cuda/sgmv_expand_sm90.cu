@@ -94,10 +94,10 @@ template <class E, u32 CHUNKS, u32 OUTPUTS_> struct Way : Warp {
     // `at`: where there is memory.
     DEVICE Way of(Warp w, u32 at) {
         const u32 chunks = CHUNKS ? CHUNKS : div_ceil(w.p.max_rank, RANKS);
-        const u32 b_at = div_ceil(at, 128) * 128, ring = b_at + PLACES * OUTPUTS * chunks * RANKS * 2;
-        return {{w.p, w.batch, w.z, w.shared, b_at, ring + w.warp * OUTPUTS * 32 + w.lane * 16,
-                 ring + WARPS * OUTPUTS * 32 + w.warp * CHUNKS * 1024, w.z_wide, w.lane, w.warp},
-                chunks};
+        w.b_at = div_ceil(at, 128) * 128;
+        const u32 ring = w.b_at + PLACES * OUTPUTS * chunks * RANKS * 2;
+        w.ring = ring + w.warp * OUTPUTS * 32 + w.lane * 16, w.z_ring = ring + WARPS * OUTPUTS * 32 + w.warp * CHUNKS * 1024;
+        return {w, chunks};
     }
 
     __device__ __forceinline__ u32 place_of_b(u32 r) const {

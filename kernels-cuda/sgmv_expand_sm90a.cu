@@ -24,9 +24,10 @@ template <u32 SLABS, u32 OUTPUTS_> struct Way : Warp {
 
     // `at`: where there is memory.
     DEVICE Way of(Warp w, u32 at) {
-        const u32 b_at = div_ceil(at, 1024) * 1024, ring = b_at + PLACES * B_PLACE;
-        return {{w.p, w.batch, w.z, w.shared, b_at, ring + w.warp * Y_RING + w.lane * 16, ring + WARPS * Y_RING + w.warp * Z_RING,
-                 w.z_wide, w.lane, w.warp}};
+        w.b_at = div_ceil(at, 1024) * 1024;
+        const u32 ring = w.b_at + PLACES * B_PLACE;
+        w.ring = ring + w.warp * Y_RING + w.lane * 16, w.z_ring = ring + WARPS * Y_RING + w.warp * Z_RING;
+        return {w};
     }
 
     __device__ __forceinline__ u32 place_of_b(u32 r) const { return b_at + r % PLACES * B_PLACE; }

@@ -5,7 +5,7 @@
 typedef Element<DTYPE_BF16> Bf16;
 typedef Element<DTYPE_F16> F16;
 
-// c += A B and c = A B, of 16x16 and 16x8 elements; the same of 16x8 and 8x8.
+// c += A B and c = A B, of 16x16 and 16x8 elements; the same of 16x8 and 8x8; and the rounding to a word.
 #define PRODUCTS(type)                                                                                                 \
     DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                                   \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." #type "." #type                                          \
@@ -30,29 +30,24 @@ typedef Element<DTYPE_F16> F16;
                      ".f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%7,%7,%7};"                                                  \
                      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])                                                  \
                      : "r"(a0), "r"(a1), "r"(b0), "f"(0.0f));                                                          \
+    }                                                                                                                  \
+    /* Two floats rounded once, side by side. */                                                                       \
+    DEVICE u32 pair(float low, float high) {                                                                           \
+        u32 word;                                                                                                      \
+        asm("cvt.rn." #type "x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));                                  \
+        return word;                                                                                                   \
     }
 
 template <class E> struct Words;
 
 template <> struct Words<Bf16> {
     PRODUCTS(bf16)
-    // Two floats rounded once, side by side.
-    DEVICE u32 pair(float low, float high) {
-        u32 word;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-        return word;
-    }
     DEVICE float low(u32 word) { return __uint_as_float(word << 16); }
     DEVICE float high(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 };
 
 template <> struct Words<F16> {
     PRODUCTS(f16)
-    DEVICE u32 pair(float low, float high) {
-        u32 word;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-        return word;
-    }
     DEVICE float low(u32 word) {
         float value;
         asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(value) : "r"(word));

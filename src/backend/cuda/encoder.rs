@@ -201,14 +201,13 @@ impl Encoder for CudaEncoder<'_> {
                 addresses[i] = region.ptr().0;
             }
             let max_groups = self.shared.device.caps.max_groups;
-            let clusters = function.clusters;
-            let (variant, function) = function.serves(pipeline.kernel(), launch.params());
+            let (variant, entry) = function.serves(pipeline.kernel(), launch.params());
             let mut shape = match variant {
                 Variant::Plain => {
                     Shape { groups: launch.groups(max_groups)?, threads: THREADS, shared: 0, params: *launch.params() }
                 }
                 Variant::Sm90 => sm90::shape(launch, self.shared.device.room),
-                Variant::Sm90a => sm90a::shape(launch, clusters),
+                Variant::Sm90a => sm90a::shape(launch, function.clusters),
             };
             if shape.groups.contains(&0) {
                 continue;
@@ -223,7 +222,7 @@ impl Encoder for CudaEncoder<'_> {
             let list = &mut self.commands().list;
             list.commands.push(Command::Launch(list.launches.len()));
             list.launches.push(Resolved {
-                function,
+                function: entry,
                 groups,
                 threads,
                 shared,

@@ -106,6 +106,16 @@ fn parts(in_features: u32) -> u32 {
     steps.div_ceil(steps.div_ceil(Z_PARTS).max(1))
 }
 
+/// Pieces of so many outputs that all sites have together.
+pub(super) fn pieces(params: &Params, outputs: u32) -> u64 {
+    params.site[..params.sites as usize].iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum()
+}
+
+/// Works of so many tiles that the runs of one slot can be cut into at most.
+pub(super) fn works(params: &Params, tiles: u32) -> u32 {
+    params.tiles.min(params.tiles.div_ceil(tiles).saturating_add(params.slot_count))
+}
+
 impl Shape {
     /// Tells the prefill kernels whether x and y may be read before the launch before has ended ([`Start::ahead`]).
     pub(super) fn read_ahead(&mut self, kernel: Kernel, ahead: bool) {
@@ -137,10 +147,6 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
         0 => params.tiles.into(),
         _ => u64::from(params.tiles.min(Pack::most(params.rows, params.slots))),
     };
-    // Pieces of so many outputs that all sites have together.
-    let pieces = |outputs: u32| -> u64 {
-        params.site[..params.sites as usize].iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum()
-    };
     // One block a multiprocessor until so many items come on each, then two.
     let blocks_of = |items: u64, busy: u64| {
         let beside = if items > busy * multiprocessors { 2 } else { 1 };
@@ -151,15 +157,14 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
             let of_pack = u64::from(parts(params.in_features)) * u64::from(blocks) * u64::from(params.sites);
             blocks_of(packs * of_pack, BUSY_ITEMS)
         }
-        Kernel::BgmvExpand => blocks_of(packs * pieces(TILE_OUTPUTS), BUSY_TILES),
-        // As many clusters as fit at once, or as there can be works: runs of one slot are cut into works.
+        Kernel::BgmvExpand => blocks_of(packs * pieces(&params, TILE_OUTPUTS), BUSY_TILES),
+        // As many clusters as fit at once, or as there can be works.
         Kernel::SgmvShrink => {
-            let works = u64::from(params.tiles.div_ceil(CLUSTER)) + u64::from(params.slot_count);
-            let works = works.min(params.tiles.into()) as u32;
-            [works.min((room.multiprocessors * SHRINKS_RESIDENT / CLUSTER).max(1)) * CLUSTER, 1, 1]
+            let resident = (room.multiprocessors * SHRINKS_RESIDENT / CLUSTER).max(1);
+            [works(&params, CLUSTER).min(resident) * CLUSTER, 1, 1]
         }
         Kernel::SgmvExpand => {
-            let items = u64::from(params.tiles) * pieces(prefill_block(params.max_rank).0);
+            let items = u64::from(params.tiles) * pieces(&params, prefill_block(params.max_rank).0);
             [items.min((room.multiprocessors * EXPANDS_RESIDENT).into()) as u32, 1, 1]
         }
         Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits | Kernel::ExpertRows => {

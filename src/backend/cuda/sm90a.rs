@@ -1,7 +1,7 @@
 //! Launches of the kernels for compute capability 9.0 alone (`kernels-cuda/wgmma.cuh`): prefill of many ranks, one block a
 //! multiprocessor. Sums have the bits of those of [`sm90`](super::sm90), so a launch may take either.
 
-use super::sm90::Shape;
+use super::sm90::{Shape, pieces, works};
 use crate::backend::Launch;
 use crate::contract::{Kernel, Params};
 
@@ -52,14 +52,8 @@ pub(super) fn shape(launch: &Launch<'_>, clusters: u32) -> Shape {
     let params = *launch.params();
     let kernel = launch.pipeline().kernel();
     let items = match kernel {
-        // Works that runs of one slot can be cut into.
-        Kernel::SgmvShrink => params.tiles.min(params.tiles.div_ceil(TILES) + params.slot_count).into(),
-        _ => {
-            let (outputs, _) = expand(params.max_rank);
-            let sites = &params.site[..params.sites as usize];
-            let pieces: u64 = sites.iter().map(|site| u64::from(site.out_features.div_ceil(outputs))).sum();
-            u64::from(params.tiles) * pieces
-        }
+        Kernel::SgmvShrink => works(&params, TILES).into(),
+        _ => u64::from(params.tiles) * pieces(&params, expand(params.max_rank).0),
     };
     let (threads, shared) = block(kernel, params.max_rank);
     let groups = [items.min(clusters.into()) as u32 * cluster(kernel), 1, 1];

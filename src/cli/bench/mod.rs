@@ -125,7 +125,7 @@ impl Bench {
         // Cases of one rank share a pool; the order within a rank stays.
         cases.sort_by_key(|case| case.rank);
         let shapes = self.shapes()?;
-        let sites = shapes.sites.clone();
+        let sites = &shapes.sites;
         // Before anything is timed: hours of cases must not end at a path that can't be written.
         let plot = match &self.plot {
             Some(path) => Some((path, File::create(path).map_err(|error| Failure::io(path.display(), error))?)),
@@ -137,20 +137,20 @@ impl Bench {
             progress.start("swaps");
             let case = if self.cases.is_empty() && self.rows.is_none() { Case::usual_step() } else { cases.remove(0) };
             let samples = self.replays as usize;
-            let report = swap::run(&gpu, &sites, shapes.name, &case, self.dtype, samples, self.seed)?;
+            let report = swap::run(&gpu, sites, shapes.name.clone(), &case, self.dtype, samples, self.seed)?;
             drop(progress);
             console.result(&report, swap::Report::text);
             return Ok(Status::Done);
         }
         let samples = self.replays as usize;
         if self.tune {
-            let report = tune::run(&gpu, &sites, shapes.name, &cases, self.dtype, samples, self.seed)?;
+            let report = tune::run(&gpu, sites, shapes.name.clone(), &cases, self.dtype, samples, self.seed)?;
             console.result(&report, tune::Report::text);
             return Ok(Status::Done);
         }
         let (bandwidth, copied) = rig::copy_bandwidth(&*gpu, samples)?;
         let mut progress = Progress::new("cases", cases.len());
-        let mut report = Report::new(gpu.caps(), shapes, self.dtype, bandwidth, copied);
+        let mut report = Report::new(gpu.caps(), &shapes, self.dtype, bandwidth, copied);
         let mut bases: BTreeMap<u32, f64> = BTreeMap::new();
         for cases in cases.chunk_by(|a, b| a.rank == b.rank) {
             let slots = cases.iter().map(|case| case.adapters).max().unwrap_or(1);
@@ -160,7 +160,7 @@ impl Bench {
                 progress.start(&case.name);
                 let (times, step) = rig.run(case, samples, self.seed)?;
                 if report.no_base.is_none() && !bases.contains_key(&case.rows) {
-                    match rig::base(&*gpu, &sites, case.rows, self.dtype, samples) {
+                    match rig::base(&*gpu, sites, case.rows, self.dtype, samples) {
                         Ok(times) => drop(bases.insert(case.rows, times.quantile(0.5))),
                         Err(Error::Unavailable { reason, .. }) => report.no_base = Some(reason),
                         Err(error) => return Err(error.into()),

@@ -99,14 +99,14 @@ pub struct Report {
 
 impl Report {
     /// Without results yet.
-    pub fn new(caps: &Caps, shapes: Shapes, dtype: DType, bandwidth: f64, copied: u64) -> Self {
+    pub fn new(caps: &Caps, shapes: &Shapes, dtype: DType, bandwidth: f64, copied: u64) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION"),
             backend: caps.backend,
             device: caps.device.clone(),
             driver: caps.driver.clone(),
             api: caps.api.clone(),
-            shapes: shapes.name,
+            shapes: shapes.name.clone(),
             sites: shapes.sites.len(),
             dtype,
             copy_bytes_per_second: bandwidth,
