@@ -2,15 +2,12 @@
 // slot(token) * slot_stride + expert, and its token as the row of x that it reads.
 //
 //   batch  RowRef[x_rows]      experts  u32[rows], or u32[experts + 1] prefix sums with ROUTED_OFFSETS
-//   rows   RowRef[rows], Tile[rows] at word tiles_at, u32[rows] at word x_rows_at
+//   rows   RowRef[rows], u32[rows] at word x_rows_at, at word counts_at + 1 how many tiles the rows of each block begin
 //   tokens u32[rows] with ROUTED_TOKENS, else null
 //   block  THREADS rows, a thread for a row
-//
-// A tile ends where the slot changes or at a multiple of SGMV_TILE_ROWS: in the block where it begins.
 #include "common.cuh"
 
-constexpr u32 MOST = SGMV_TILE_ROWS;
-static_assert(THREADS % MOST == 0, "a tile's rows are in one block");
+static_assert(THREADS % SGMV_TILE_ROWS == 0, "a block's first row begins a tile");
 
 // The expert of row `row`; one past the last where it has none.
 DEVICE u32 expert_of(const Params& p, const u32* experts, u32 row) {
@@ -46,27 +43,16 @@ DEVICE void expert_rows(const u32* batch, const u32* experts, u32* rows, const u
             }
         }
     }
+    if (row < p.rows) {
+        rows[2 * row] = (u32)slot;
+        rows[2 * row + 1] = scale;
+        if (p.x_rows_at != 0) rows[p.x_rows_at + row] = token;
+    }
+    if (p.counts_at == 0) return;
     slots[thread] = slot;
     __syncthreads();
-    if (row >= p.rows) return;
-
-    rows[2 * row] = (u32)slot;
-    rows[2 * row + 1] = scale;
-    if (p.x_rows_at != 0) rows[p.x_rows_at + row] = token;
-    if (p.tiles == 0) return;
-    u32 count = 0;
-    if (slot >= 0 && (thread % MOST == 0 || slots[thread - 1] != slot)) {
-        const u32 left = p.rows - (u32)row;
-        const u32 end = (thread / MOST + 1) * MOST;
-        u32 last = thread + 1;
-        while (last < end && last - thread < left && slots[last] == slot) last++;
-        count = last - thread;
-    }
-    u32* tile = rows + (p.tiles_at + 4 * row);
-    tile[0] = count != 0 ? (u32)slot : 0xffffffffu;
-    tile[1] = count != 0 ? (u32)row : 0;
-    tile[2] = count;
-    tile[3] = 0;
+    const u32 count = __syncthreads_count(slot >= 0 && (thread % SGMV_TILE_ROWS == 0 || slots[thread - 1] != slot));
+    if (thread == 0 && row < p.rows) rows[(u64)p.counts_at + 1 + row / THREADS] = count;
 }
 
 // The same for all types.

@@ -78,6 +78,13 @@ DEVICE u32 run_begin(const Tiles& tiles, u32 i) {
     return word * 32 + 31 - __clz(bits);
 }
 
+// Tiles of the launch: those in use, where the batch tells.
+DEVICE u32 tiles_of(const Params& p, const u32* batch) {
+    if (p.counts_at == 0) return p.tiles;
+    const u32 used = batch[p.counts_at];
+    return used < p.tiles ? used : p.tiles;
+}
+
 // Row `i` of tile `t` in x, y and z, or -1 where it is another launch's or none.
 DEVICE long long tile_row(const Params& p, const Tiles& tiles, u32 t, u32 i) {
     const long long row = (long long)tiles.first[t] - (long long)p.row_first + i;

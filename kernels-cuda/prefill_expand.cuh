@@ -244,20 +244,21 @@ DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* wei
     if (blockIdx.x) launch_next();
     u32 blocks = 0;
     for (u32 s = 0; s < p.sites; s++) blocks += div_ceil(p.site[s].out_features, OUTPUTS);
-    const u64 all = (u64)p.tiles * blocks;
+    const u32 tiles = tiles_of(p, batch);
+    const u64 all = (u64)tiles * blocks;
     // Equal shares, and one more for the first blocks where that doesn't come out even.
     const u64 each = all / gridDim.x;
     const u32 more = (u32)(all - each * gridDim.x);
     u64 at = each * blockIdx.x + (blockIdx.x < more ? blockIdx.x : more);
     const u64 end = at + each + (blockIdx.x < more);
     // Windows of equal size: of a small one, B would be fetched for few tiles.
-    const u32 size = div_ceil(p.tiles, div_ceil(p.tiles, WINDOW));
+    const u32 size = div_ceil(tiles, tiles ? div_ceil(tiles, WINDOW) : 1);
     bool waited = false;
     u32 r = 0, turn = 0;
     while (at < end) {
         const u64 whole = (u64)size * blocks;
         const u32 window = (u32)(at / whole);
-        const u32 in_window = p.tiles - window * size < size ? p.tiles - window * size : size;
+        const u32 in_window = tiles - window * size < size ? tiles - window * size : size;
         read_tiles(p, batch, window * size, shared.tiles);
         const u64 past = window * whole + (u64)in_window * blocks;
         const u64 stop = past < end ? past : end;

@@ -209,7 +209,8 @@ DEVICE void shrink(const u32* batch, const u32* tables, const unsigned char* wei
     const u32 early = Way::early(p.sites * div_ceil(p.max_rank, 8));
     // Works of the windows before; which ones are this cluster's.
     u32 before = 0, next = blockIdx.x / CLUSTER;
-    for (u32 window = 0; window < p.tiles; window += WINDOW) {
+    const u32 tiles = tiles_of(p, batch);
+    for (u32 window = 0; window < tiles; window += WINDOW) {
         read_tiles(p, batch, window, shared.tiles);
         const u32 works = cut_works<Way::TILES>(shared) * passes;
         for (; next < before + works; next += gridDim.x / CLUSTER) {

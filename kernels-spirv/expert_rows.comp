@@ -4,12 +4,14 @@
 //
 // Grid: x (folded into x and y) = ceil(rows / THREADS), a thread for a row.
 // batch: RowRef[x_rows], experts: u32[rows], or u32[experts + 1] prefix sums with ROUTED_OFFSETS,
-// rows: RowRef[rows], Tile[rows] at word tiles_at, u32[rows] at word x_rows_at, tokens: u32[rows] with ROUTED_TOKENS
+// rows: RowRef[rows], u32[rows] at word x_rows_at, at word counts_at + 1 how many tiles the rows of each workgroup begin,
+// tokens: u32[rows] with ROUTED_TOKENS
 
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
 shared int slots[THREADS];
+shared uint count;
 
 // The expert of row `row`, or `experts` and more where it has none.
 uint expert_of(EnvelopeAt at, uint row) {
@@ -60,34 +62,29 @@ void main() {
             }
         }
     }
-    slots[thread] = slot;
-    barrier();
-    if (row >= rows) {
-        return;
-    }
-
     uvec2 out_at = at.envelope.operand[2];
-    Outputs(element_at(out_at, row, 2u, 0u, 2u)).word = uint(slot);
-    Outputs(element_at(out_at, row, 2u, 1u, 2u)).word = scale;
-    if (at.envelope.params.x_rows_at != 0u) {
-        Outputs(element_at(out_at, row, 1u, at.envelope.params.x_rows_at, 2u)).word = token;
+    if (row < rows) {
+        Outputs(element_at(out_at, row, 2u, 0u, 2u)).word = uint(slot);
+        Outputs(element_at(out_at, row, 2u, 1u, 2u)).word = scale;
+        if (at.envelope.params.x_rows_at != 0u) {
+            Outputs(element_at(out_at, row, 1u, at.envelope.params.x_rows_at, 2u)).word = token;
+        }
     }
-    if (at.envelope.params.tiles == 0u) {
+    uint counts_at = at.envelope.params.counts_at;
+    if (counts_at == 0u) {
         return;
     }
-    // Tiles begin where the slot changes, and at multiples of their largest number of rows.
-    uint count = 0u;
-    if (slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot)) {
-        uint end = min((thread / SGMV_TILE_ROWS + 1u) * SGMV_TILE_ROWS, thread + (rows - row));
-        uint last = thread + 1u;
-        while (last < end && slots[last] == slot) {
-            last++;
-        }
-        count = last - thread;
+    slots[thread] = slot;
+    if (thread == 0u) {
+        count = 0u;
     }
-    uint words[4] = uint[4](count == 0u ? 0xffffffffu : uint(slot), count == 0u ? 0u : row, count, 0u);
-    uvec2 tile_at = element_at(out_at, row, 4u, at.envelope.params.tiles_at, 2u);
-    for (uint i = 0u; i < 4u; i++) {
-        Outputs(add64(tile_at, uvec2(4u * i, 0u))).word = words[i];
+    barrier();
+    // Tiles begin where the slot changes, and at multiples of their largest number of rows.
+    if (slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot)) {
+        atomicAdd(count, 1u);
+    }
+    barrier();
+    if (thread == 0u && row < rows) {
+        Outputs(element_at(out_at, 1u + row / THREADS, 1u, counts_at, 2u)).word = count;
     }
 }

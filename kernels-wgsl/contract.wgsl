@@ -32,6 +32,7 @@ const DTYPE_BF16: u32 = 2u;
 // overlay_embed: batch, tables, weights, ids, y0
 // overlay_logits: batch, tables, weights, x, y0
 // expert_rows: batch, experts, rows, tokens
+// expert_tiles: rows
 
 // A row of the batch: which adapter it has. `batch[row]` from word 0 on.
 struct RowRef {
@@ -154,8 +155,10 @@ struct Params {
     // BGMV: parts that a sum over columns may be left in, for the expand of the same pair to add up; 0: it may not. Where
     // it may, how z is laid out is between the two, in rows * sites * z_parts times max_rank rounded up to Z_RANKS f32.
     z_parts: u32,
-    // Unused.
-    reserved2: u32,
+    // Word offset in the batch operand (expert_rows, expert_tiles: in rows) of the number of tiles in use, those after them
+    // being unused; 0: any may be in use. Behind it lies, for each THREADS rows, how many tiles begin there: expert_rows
+    // leaves that to expert_tiles, which leaves the number.
+    counts_at: u32,
     // The sites; entries from `sites` on are zero.
     site: array<SiteParams, 4>,
 }

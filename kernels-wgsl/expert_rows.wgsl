@@ -1,14 +1,14 @@
 // The batch of a routed layer from that of its tokens: a row for each of a token's experts, whose slot is
 // slot(token) * slot_stride + expert, and its token as the row of x that it reads.
 //
-// A thread: one row. Its tile, if it is the first of one, ends where the slot changes or at a multiple of
-// SGMV_TILE_ROWS: in this workgroup.
+// A thread: one row. At word counts_at + 1 of rows, the workgroup leaves how many tiles its rows begin.
 
 @group(0) @binding(1) var<storage, read> experts: array<u32>;
 @group(0) @binding(2) var<storage, read_write> rows: array<u32>;
 @group(0) @binding(3) var<storage, read> tokens: array<u32>;
 
 var<workgroup> slots: array<i32, THREADS>;
+var<workgroup> count: atomic<u32>;
 
 // The expert of row `row`; NO_ROW, or another number past the last, where it has none.
 fn expert_of(row: u32) -> u32 {
@@ -39,12 +39,12 @@ fn expert_rows(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let count = envelope.params.rows;
+    let all = envelope.params.rows;
     let row = (group.y * groups.x + group.x) * THREADS + thread;
     var slot = -1;
     var scale = 0u;
     var token = NO_ROW;
-    if row < count {
+    if row < all {
         var place = row;
         if (envelope.params.routed & ROUTED_TOKENS) != 0u {
             place = tokens[origin(3u) / 4u + row];
@@ -62,8 +62,16 @@ fn expert_rows(
         }
     }
     slots[thread] = slot;
+    if thread == 0u {
+        atomicStore(&count, 0u);
+    }
     workgroupBarrier();
-    if row >= count {
+    // Tiles begin where the slot changes, and at multiples of their largest number of rows.
+    if slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot) {
+        atomicAdd(&count, 1u);
+    }
+    workgroupBarrier();
+    if row >= all {
         return;
     }
 
@@ -73,21 +81,7 @@ fn expert_rows(
     if envelope.params.x_rows_at != 0u {
         rows[at + envelope.params.x_rows_at + row] = token;
     }
-    if envelope.params.tiles == 0u {
-        return;
+    if envelope.params.counts_at != 0u && thread == 0u {
+        rows[at + envelope.params.counts_at + 1u + row / THREADS] = atomicLoad(&count);
     }
-    var length = 0u;
-    if slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot) {
-        let end = min((thread / SGMV_TILE_ROWS + 1u) * SGMV_TILE_ROWS, thread + (count - row));
-        var last = thread + 1u;
-        while last < end && slots[last] == slot {
-            last++;
-        }
-        length = last - thread;
-    }
-    let tile = at + envelope.params.tiles_at + 4u * row;
-    rows[tile] = select(0xffffffffu, bitcast<u32>(slot), length > 0u);
-    rows[tile + 1u] = select(0u, row, length > 0u);
-    rows[tile + 2u] = length;
-    rows[tile + 3u] = 0u;
 }

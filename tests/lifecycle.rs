@@ -238,7 +238,7 @@ impl Routed {
                     let count = pool.sites()[i].experts;
                     let expert = Experts::ByRow(&experts);
                     let routing = Routing { rows: ROWS, experts: count, top_k: 1, expert, places: None };
-                    applier.encode_rows(encoder, pool, &tokens, capacity, &routing)?;
+                    applier.encode_rows(encoder, op, pool, &tokens, capacity, &routing)?;
                     let outputs = [Output { site: i, y }];
                     applier.encode(encoder, pool, op, ROWS, ROWS, ExpertInput::Tokens(x), &outputs)?;
                 }

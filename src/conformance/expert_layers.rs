@@ -180,7 +180,7 @@ impl Layers<'_> {
             places: named.then_some(&regions[1]),
         };
         let capacity = Capacity::of_slots(tokens, 0);
-        self.applier.encode_rows(encoder, self.pool, self.tokens, capacity, &routing)?;
+        self.applier.encode_rows(encoder, op, self.pool, self.tokens, capacity, &routing)?;
         let outputs: Vec<Output<'_>> =
             sites.iter().zip(y).map(|(site, y)| Output { site: *site, y: &y.matrix }).collect();
         let input = if x.0 { ExpertInput::Tokens(x.1) } else { ExpertInput::Rows(x.1) };

@@ -3,7 +3,8 @@
 use super::naive::bytes;
 use crate::backend::Pipeline;
 use crate::contract::{
-    Kernel, Params, RANK_MASK, RANK_VECTORS, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, Tile, vector_len,
+    Kernel, Params, RANK_MASK, RANK_VECTORS, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, THREADS, Tile,
+    vector_len,
 };
 use crate::dtype::DType;
 use crate::memory::Region;
@@ -43,6 +44,7 @@ pub(super) enum Fault {
     ExpertsTrusted,
     SlotsTrusted,
     TilesAcrossBlocks,
+    OldTilesStay,
     LastExpertLost,
 }
 
@@ -77,27 +79,53 @@ fn routed(fault: Fault, operands: &[Region], p: &Params) {
     let put = |at: usize, value: u32| {
         bytes(&operands[2], |b| b[4 * at..4 * at + 4].copy_from_slice(&value.to_ne_bytes()));
     };
-    let block = if fault == Fault::TilesAcrossBlocks { 64 } else { SGMV_TILE_ROWS as usize };
     for (i, (slot, scale, token)) in rows.iter().enumerate() {
         put(2 * i, *slot);
         put(2 * i + 1, *scale);
         if p.x_rows_at != 0 {
             put(p.x_rows_at as usize + i, *token);
         }
-        if p.tiles != 0 {
-            let first = (i % block == 0 || rows[i - 1].0 != *slot) && (*slot as i32) >= 0;
-            let end = ((i / block + 1) * block).min(rows.len());
-            let count = rows[i..end].iter().take_while(|row| row.0 == *slot).count() as u32;
-            let tile = if first { [*slot, i as u32, count, 0] } else { [u32::MAX, 0, 0, 0] };
-            (0..4).for_each(|word| put(p.tiles_at as usize + 4 * i + word, tile[word]));
+    }
+    if p.counts_at != 0 {
+        let slots: Vec<u32> = rows.iter().map(|row| row.0).collect();
+        for (group, slots) in slots.chunks(THREADS as usize).enumerate() {
+            put(p.counts_at as usize + 1 + group, tiles_of(fault, slots).len() as u32);
         }
     }
 }
 
+/// Tiles in use of rows of these slots.
+fn tiles_of(fault: Fault, slots: &[u32]) -> Vec<[u32; 4]> {
+    let block = if fault == Fault::TilesAcrossBlocks { 64 } else { SGMV_TILE_ROWS as usize };
+    let first = |i: usize| (i % block == 0 || slots[i - 1] != slots[i]) && (slots[i] as i32) >= 0;
+    let tile = |i: usize| {
+        let end = ((i / block + 1) * block).min(slots.len());
+        let count = slots[i..end].iter().take_while(|slot| **slot == slots[i]).count() as u32;
+        [slots[i], i as u32, count, 0]
+    };
+    (0..slots.len()).filter(|i| first(*i)).map(tile).collect()
+}
+
+/// expert_tiles.
+fn routed_tiles(fault: Fault, operands: &[Region], p: &Params) {
+    bytes(&operands[0], |b| {
+        let words: &mut [u32] = bytemuck::cast_slice_mut(b);
+        let slots: Vec<u32> = words.chunks(2).take(p.rows as usize).map(|row| row[0]).collect();
+        let mut tiles = tiles_of(fault, &slots);
+        words[p.counts_at as usize] = tiles.len() as u32;
+        if fault != Fault::OldTilesStay {
+            tiles.resize(slots.len(), [u32::MAX, 0, 0, 0]);
+        }
+        words[p.tiles_at as usize..][..4 * tiles.len()].copy_from_slice(tiles.as_flattened());
+    });
+}
+
 /// What one launch does.
 pub(super) fn kernel(fault: Fault, pipeline: &Pipeline, operands: &[Region], p: &Params) {
-    if pipeline.kernel() == Kernel::ExpertRows {
-        return routed(fault, operands, p);
+    match pipeline.kernel() {
+        Kernel::ExpertRows => return routed(fault, operands, p),
+        Kernel::ExpertTiles => return routed_tiles(fault, operands, p),
+        _ => {}
     }
     if pipeline.kernel().is_tokens() {
         return tokens(fault, pipeline, operands, p);

@@ -197,6 +197,7 @@ fn the_whole_suite_passes_on_loops_and_finds_what_the_smoke_cases_can_not() {
         (Fault::ExpertsTrusted, "expert_rows[in order,tokens=33"),
         (Fault::SlotsTrusted, "expert_rows[by tokens,tokens=33"),
         (Fault::TilesAcrossBlocks, "expert_rows[sorted,tokens=33"),
+        (Fault::OldTilesStay, "expert_rows[sorted,tokens=33"),
         (Fault::LastExpertLost, "expert_rows[in order,tokens=33"),
         (Fault::SumDependsOnSlot, "any slot"),
         (Fault::SumDependsOnRows, "row alone"),

@@ -6,7 +6,7 @@ use super::data::Dice;
 use super::oracle::{Check, Mismatch};
 use super::{Outcome, Trial};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
-use crate::contract::{Kernel, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, Spec};
+use crate::contract::{Kernel, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, Spec, THREADS};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Region;
@@ -16,7 +16,7 @@ const POISON: u32 = 0xdead_beef;
 /// Words of guard around what is written.
 const GUARD: u32 = 64;
 
-/// One launch of expert_rows.
+/// One launch of expert_rows, and one of expert_tiles behind it.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     tokens: u32,
@@ -107,11 +107,12 @@ impl Case {
         Routing { batch, expert, offsets: ends, tokens }
     }
 
-    /// Words where tiles and rows of x are, and words in all.
-    fn places(&self) -> [u32; 3] {
-        let tiles_at = 2 * self.rows();
-        let x_rows_at = tiles_at + if self.tiles { 4 * self.rows() } else { 0 };
-        [tiles_at, x_rows_at, x_rows_at + if self.x_rows { self.rows() } else { 0 }]
+    /// Words where tiles, counts and rows of x are, and words in all.
+    fn places(&self) -> [u32; 4] {
+        let rows = self.rows();
+        let (tiles, counts) = if self.tiles { (4 * rows, 1 + rows.div_ceil(THREADS)) } else { (0, 0) };
+        let [tiles_at, counts_at, x_rows_at] = [2 * rows, 2 * rows + tiles, 2 * rows + tiles + counts];
+        [tiles_at, counts_at, x_rows_at, x_rows_at + if self.x_rows { rows } else { 0 }]
     }
 
     /// What must be written: row by row, tile by tile.
@@ -130,17 +131,23 @@ impl Case {
             .collect();
         let mut words: Vec<u32> = rows.iter().flat_map(|(slot, scale, _)| [*slot as u32, scale.to_bits()]).collect();
         if self.tiles {
-            let mut tiles = vec![[u32::MAX, 0, 0, 0]; rows.len()];
+            let mut tiles = Vec::new();
+            let mut counts = vec![0; rows.len().div_ceil(THREADS as usize)];
             let mut first = 0;
             for block in rows.chunks(SGMV_TILE_ROWS as usize) {
                 for run in block.chunk_by(|a, b| a.0 == b.0) {
                     if run[0].0 >= 0 {
-                        tiles[first] = [run[0].0 as u32, first as u32, run.len() as u32, 0];
+                        tiles.push([run[0].0 as u32, first as u32, run.len() as u32, 0]);
+                        counts[first / THREADS as usize] += 1;
                     }
                     first += run.len();
                 }
             }
+            let used = tiles.len() as u32;
+            tiles.resize(rows.len(), [u32::MAX, 0, 0, 0]);
             words.extend(tiles.as_flattened());
+            words.push(used);
+            words.extend(counts);
         }
         if self.x_rows {
             words.extend(rows.iter().map(|(.., token)| token));
@@ -152,18 +159,20 @@ impl Case {
 /// A case's memory on a device.
 struct Rig {
     case: Case,
-    pipeline: Pipeline,
+    rows: Pipeline,
+    tiles: Pipeline,
     /// Batch, experts, rows, tokens: the whole of each.
     memory: [Region; 4],
 }
 
 impl Rig {
     fn new(backend: &dyn GpuBackend, case: Case) -> Result<Self> {
-        let words = [2 * case.tokens, case.rows().max(case.experts + 1), case.places()[2] + 2 * GUARD, case.rows()];
+        let words = [2 * case.tokens, case.rows().max(case.experts + 1), case.places()[3] + 2 * GUARD, case.rows()];
         let alloc = |words: u32| backend.alloc(u64::from(words + case.shift + 64) * 4, "conformance routing");
         let spec = Spec { act: DType::F32, weight: DType::F32 };
         let memory = [alloc(words[0])?, alloc(words[1])?, alloc(words[2])?, alloc(words[3])?];
-        Ok(Self { case, pipeline: backend.load(Kernel::ExpertRows, spec)?, memory })
+        let [rows, tiles] = [Kernel::ExpertRows, Kernel::ExpertTiles].map(|kernel| backend.load(kernel, spec));
+        Ok(Self { case, rows: rows?, tiles: tiles?, memory })
     }
 
     /// Records the upload of `routing`, and poisons what is to be written.
@@ -180,7 +189,7 @@ impl Rig {
 
     fn launch(&self, encoder: &mut dyn Encoder) -> Result<()> {
         let case = &self.case;
-        let [tiles_at, x_rows_at, words] = case.places();
+        let [tiles_at, counts_at, x_rows_at, words] = case.places();
         let params = Params {
             rows: case.rows(),
             slots: case.slots,
@@ -190,8 +199,7 @@ impl Rig {
             routed: case.routed,
             x_rows: case.tokens,
             x_rows_at: if case.x_rows { x_rows_at } else { 0 },
-            tiles_at,
-            tiles: if case.tiles { case.rows() } else { 0 },
+            counts_at: if case.tiles { counts_at } else { 0 },
             ..Params::default()
         };
         let part = |region: &Region, first: u32, words: u32| {
@@ -203,7 +211,12 @@ impl Rig {
         if case.routed & ROUTED_TOKENS != 0 {
             operands.push(part(tokens, 0, case.rows())?);
         }
-        encoder.launch(&[Launch::new(&self.pipeline, &operands, params)?])
+        encoder.launch(&[Launch::new(&self.rows, &operands, params)?])?;
+        if case.tiles {
+            let params = Params { rows: case.rows(), tiles_at, tiles: case.rows(), counts_at, ..Params::default() };
+            encoder.launch(&[Launch::new(&self.tiles, &operands[2..3], params)?])?;
+        }
+        Ok(())
     }
 
     fn check(&self, backend: &dyn GpuBackend, routing: &Routing, check: &mut Check) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use super::{
     Access, Kernel, MAX_RANK, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, STRIDE_ALIGN, SiteParams, Spec,
-    outputs, tokens,
+    outputs, routed_parts, tokens,
 };
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -14,6 +14,10 @@ pub(crate) fn check(kernel: Kernel, spec: Spec, operands: &[Region], params: &Pa
         Kernel::ExpertRows => {
             check_routing(params)?;
             if params.routed & ROUTED_TOKENS == 0 { 3 } else { 4 }
+        }
+        Kernel::ExpertTiles => {
+            check_routed_tiles(params)?;
+            1
         }
         _ => {
             check_sites(kernel, spec, params)?;
@@ -66,7 +70,7 @@ fn check_sites(kernel: Kernel, spec: Spec, params: &Params) -> Result<()> {
 }
 
 /// The parameters of expert_rows: slots and experts make no more slots than an i32 counts, and the parts of what it
-/// writes don't overlap.
+/// writes don't overlap. Tiles are another kernel's.
 fn check_routing(params: &Params) -> Result<()> {
     let what = "launch of expert_rows";
     let slots = u64::from(params.slots) * u64::from(params.slot_stride);
@@ -81,21 +85,28 @@ fn check_routing(params: &Params) -> Result<()> {
         let found = format!("top_k {}, routed {}", params.top_k, params.routed);
         return Err(Error::shape(what, found, "top_k of 1 or more, and known ways to be routed"));
     }
-    if params.tiles != 0 && params.tiles != params.rows {
-        return Err(Error::shape(what, format!("{} tiles", params.tiles), format!("0, or {} as rows", params.rows)));
+    if params.tiles != 0 {
+        return Err(Error::shape(what, format!("{} tiles", params.tiles), "0: they are expert_tiles' to make"));
     }
-    let rows = u64::from(params.rows);
-    let part = |at: u32, words: u64| (u64::from(at), u64::from(at) + words);
-    let mut parts = vec![part(0, 2 * rows)];
-    parts.extend((params.tiles != 0).then(|| part(params.tiles_at, 4 * rows)));
-    parts.extend((params.x_rows_at != 0).then(|| part(params.x_rows_at, rows)));
-    parts.sort_unstable();
-    if parts.windows(2).any(|pair| pair[0].1 > pair[1].0) {
-        return Err(Error::shape(
-            what,
-            format!("rows, tiles and x rows at words {parts:?}"),
-            "parts that don't overlap",
-        ));
+    check_routed_parts(what, params)
+}
+
+/// The parameters of expert_tiles: room for as many tiles as rows, and the counts of expert_rows.
+fn check_routed_tiles(params: &Params) -> Result<()> {
+    let what = "launch of expert_tiles";
+    if params.tiles != params.rows || params.counts_at == 0 {
+        let found = format!("{} tiles, counts at word {}", params.tiles, params.counts_at);
+        return Err(Error::shape(what, found, format!("{} tiles, as rows, and counts", params.rows)));
+    }
+    check_routed_parts(what, params)
+}
+
+/// The parts of a routed layer's batch don't overlap.
+fn check_routed_parts(what: &str, params: &Params) -> Result<()> {
+    let mut parts = routed_parts(params);
+    parts.sort_unstable_by_key(|part| part.start);
+    if parts.windows(2).any(|pair| pair[0].end > pair[1].start) {
+        return Err(Error::shape(what, format!("parts at words {parts:?}"), "parts that don't overlap"));
     }
     Ok(())
 }

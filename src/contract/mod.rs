@@ -32,6 +32,8 @@ pub use block::{Pack, Params, RowRef, SiteParams, Tile};
 pub(crate) use check::check;
 pub use tokens::overlay_ids_bytes;
 
+use std::ops::Range;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -132,6 +134,9 @@ pub enum Kernel {
     /// The batch of a routed layer from that of its tokens, a thread for a row: each row of a token and one of its
     /// experts gets the slot `slot(token) * slot_stride + expert`, by which the kernels above serve experts.
     ExpertRows,
+    /// The tiles of such a batch, a thread for a row: one begins where the slot changes, and at each multiple of
+    /// [`SGMV_TILE_ROWS`]. They are in the order of their rows, the first ones in use.
+    ExpertTiles,
 }
 
 /// Bytes of z for sums in `parts`: [`Params::z_parts`].
@@ -142,7 +147,7 @@ pub fn z_bytes(rows: u64, sites: u64, max_rank: u32, parts: u32) -> u64 {
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 8] = [
+    pub const ALL: [Kernel; 9] = [
         Kernel::BgmvShrink,
         Kernel::BgmvExpand,
         Kernel::SgmvShrink,
@@ -151,6 +156,7 @@ impl Kernel {
         Kernel::OverlayEmbed,
         Kernel::OverlayLogits,
         Kernel::ExpertRows,
+        Kernel::ExpertTiles,
     ];
 
     /// File stem and entry point: `bgmv_shrink`, ...
@@ -164,6 +170,7 @@ impl Kernel {
             Kernel::OverlayEmbed => "overlay_embed",
             Kernel::OverlayLogits => "overlay_logits",
             Kernel::ExpertRows => "expert_rows",
+            Kernel::ExpertTiles => "expert_tiles",
         }
     }
 
@@ -185,6 +192,7 @@ impl Kernel {
         const OVERLAY: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("ids"), write("y0")];
         const LOGITS: &[Operand] = &[read("batch"), read("tables"), read("weights"), read("x"), write("y0")];
         const EXPERT_ROWS: &[Operand] = &[read("batch"), read("experts"), write("rows"), read("tokens")];
+        const EXPERT_TILES: &[Operand] = &[write("rows")];
         match self {
             Kernel::BgmvShrink | Kernel::SgmvShrink => SHRINK,
             Kernel::BgmvExpand | Kernel::SgmvExpand => EXPAND,
@@ -192,6 +200,7 @@ impl Kernel {
             Kernel::OverlayEmbed => OVERLAY,
             Kernel::OverlayLogits => LOGITS,
             Kernel::ExpertRows => EXPERT_ROWS,
+            Kernel::ExpertTiles => EXPERT_TILES,
         }
     }
 
@@ -223,7 +232,7 @@ impl Kernel {
     pub fn groups(self, params: &Params) -> (u64, u32) {
         let (units, parts) = match self {
             Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits => return tokens::groups(self, params),
-            Kernel::ExpertRows => return (params.rows.div_ceil(THREADS).into(), 1),
+            Kernel::ExpertRows | Kernel::ExpertTiles => return (params.rows.div_ceil(THREADS).into(), 1),
             Kernel::BgmvShrink => (params.rows, params.max_rank.div_ceil(BGMV_SHRINK_RANKS)),
             Kernel::BgmvExpand => (params.rows, params.max_out.div_ceil(BGMV_EXPAND_OUTPUTS)),
             Kernel::SgmvShrink => (params.tiles, params.max_rank.div_ceil(SGMV_SHRINK_RANKS)),
@@ -238,8 +247,10 @@ impl Kernel {
         if self.is_tokens() {
             return tokens::extents(self, spec, params);
         }
-        if self == Kernel::ExpertRows {
-            return expert_rows_extents(params);
+        match self {
+            Kernel::ExpertRows => return expert_rows_extents(params),
+            Kernel::ExpertTiles => return vec![routed_rows_bytes(params)],
+            _ => {}
         }
         let sites = &params.site[..(params.sites as usize).min(MAX_SITES)];
         let rows = u64::from(params.rows);
@@ -255,6 +266,7 @@ impl Kernel {
         let batch_rows = (u64::from(params.row_first) + rows) * size_of::<RowRef>() as u64;
         let batch_tiles = u64::from(params.tiles_at) * 4 + u64::from(params.tiles) * size_of::<Tile>() as u64;
         let batch_packs = u64::from(params.packs_at) * 4;
+        let batch_counts = if params.counts_at == 0 { 0 } else { (u64::from(params.counts_at) + 1) * 4 };
         let batch_x_rows = match params.x_rows_at {
             0 => 0,
             at => (u64::from(at) + u64::from(params.row_first) + rows) * 4,
@@ -271,7 +283,7 @@ impl Kernel {
         let z =
             sites.iter().map(|s| strided(params.z_stride, s.z_offset.into(), params.max_rank, 4)).max().unwrap_or(0);
         let z = z.max(z_bytes(rows, sites.len() as u64, params.max_rank, params.z_parts));
-        let mut out = vec![batch_rows.max(batch_tiles).max(batch_packs).max(batch_x_rows), tables, 0];
+        let mut out = vec![batch_rows.max(batch_tiles).max(batch_packs).max(batch_counts).max(batch_x_rows), tables, 0];
         if self.is_expand() {
             out.push(z);
             for y in 0..MAX_SITES as u32 {
@@ -295,15 +307,24 @@ impl Kernel {
 fn expert_rows_extents(params: &Params) -> Vec<u64> {
     let rows = u64::from(params.rows);
     let words = if params.routed & ROUTED_OFFSETS == 0 { rows } else { u64::from(params.experts) + 1 };
-    let tiles = if params.tiles == 0 { 0 } else { u64::from(params.tiles_at) + 4 * rows };
-    let x_rows = if params.x_rows_at == 0 { 0 } else { u64::from(params.x_rows_at) + rows };
     let tokens = if params.routed & ROUTED_TOKENS == 0 { 0 } else { rows };
-    vec![
-        u64::from(params.x_rows) * size_of::<RowRef>() as u64,
-        words * 4,
-        (2 * rows).max(tiles).max(x_rows) * 4,
-        tokens * 4,
-    ]
+    vec![u64::from(params.x_rows) * size_of::<RowRef>() as u64, words * 4, routed_rows_bytes(params), tokens * 4]
+}
+
+/// Bytes that the parts of a routed layer's batch reach to.
+fn routed_rows_bytes(params: &Params) -> u64 {
+    routed_parts(params).into_iter().map(|part| part.end).max().unwrap_or(0) * 4
+}
+
+/// Words of a routed layer's batch: rows, and of tiles, rows of x and counts what there is.
+pub(crate) fn routed_parts(params: &Params) -> Vec<Range<u64>> {
+    let rows = u64::from(params.rows);
+    let part = |at: u32, words: u64| u64::from(at)..u64::from(at) + words;
+    let mut parts = vec![part(0, 2 * rows)];
+    parts.extend((params.tiles != 0).then(|| part(params.tiles_at, 4 * rows)));
+    parts.extend((params.x_rows_at != 0).then(|| part(params.x_rows_at, rows)));
+    parts.extend((params.counts_at != 0).then(|| part(params.counts_at, 1 + rows.div_ceil(THREADS.into()))));
+    parts
 }
 
 /// What a kernel is specialised on. Shapes never are: they are run-time parameters.

@@ -11,7 +11,7 @@ use super::scratch::Scratch;
 use super::{Applier, Matrix, Op, Output};
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
 use crate::contract::{
-    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec,
+    Kernel, MAX_SITES, Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, SiteParams, Spec, THREADS,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -59,16 +59,18 @@ pub struct ExpertApplier {
     spec: Spec,
     pairs: PairPipelines,
     rows: Pipeline,
+    tiles: Pipeline,
     batch: Region,
     scratch: Scratch,
     capacity: u32,
     bindings: Bindings,
 }
 
-/// Words of the batch for `rows` rows: entries, tiles, rows of x.
+/// Words of the batch for `rows` rows: entries, tiles, rows of x, counts of tiles.
 struct Places {
     tiles_at: u32,
     x_rows_at: u32,
+    counts_at: u32,
     words: u64,
 }
 
@@ -77,7 +79,8 @@ impl Places {
         // Rows and tiles as in any batch; in place of packs, rows of x.
         let capacity = Capacity::any(rows);
         let (tiles_at, x_rows_at) = (capacity.tiles_at(), capacity.packs_at());
-        Self { tiles_at, x_rows_at, words: u64::from(x_rows_at) + u64::from(rows) }
+        let counts_at = x_rows_at + rows;
+        Self { tiles_at, x_rows_at, counts_at, words: u64::from(counts_at) + 1 + u64::from(rows.div_ceil(THREADS)) }
     }
 }
 
@@ -125,6 +128,7 @@ impl ExpertApplier {
             spec,
             pairs: PairPipelines::new(backend, spec)?,
             rows: backend.load(Kernel::ExpertRows, spec)?,
+            tiles: backend.load(Kernel::ExpertTiles, spec)?,
             batch: backend.alloc((Places::of(rows).words * 4).max(16), "batch of experts")?,
             scratch,
             capacity: rows,
@@ -139,7 +143,7 @@ impl ExpertApplier {
 
     /// Records the making of a routed layer's batch from that of the step's tokens, as written when it runs
     /// ([`Applier::write_batch`]): row by row the token's adapter and multiplier, and the expert. Rows of tokens of the
-    /// base, without an expert, or without a token get no delta.
+    /// base, without an expert, or without a token get no delta. `op`: the one that the deltas are to be added with.
     ///
     /// # Errors
     /// [`Error::Limit`] beyond [`ExpertApplier::capacity`] or the tokens' own; [`Error::Shape`] for memory that is too
@@ -147,6 +151,7 @@ impl ExpertApplier {
     pub fn encode_rows(
         &self,
         encoder: &mut dyn Encoder,
+        op: Op,
         pool: &ExpertPool,
         tokens: &Applier,
         capacity: Capacity,
@@ -166,8 +171,7 @@ impl ExpertApplier {
             slot_stride: pool.slot_stride(),
             x_rows: capacity.rows,
             x_rows_at: places.x_rows_at,
-            tiles_at: places.tiles_at,
-            tiles: routing.rows,
+            counts_at: if op == Op::Sgmv { places.counts_at } else { 0 },
             ..Params::default()
         };
         let experts = match routing.expert {
@@ -179,15 +183,22 @@ impl ExpertApplier {
         };
         // An empty batch is no operand.
         let batch = batch.slice(0, u64::from(capacity.rows) * size_of::<RowRef>() as u64)?;
-        let mut operands = vec![batch, experts.clone(), self.batch.slice(0, places.words * 4)?];
+        let rows = self.batch.slice(0, places.words * 4)?;
+        let mut operands = vec![batch, experts.clone(), rows.clone()];
         if let Some(region) = routing.places {
             params.routed |= ROUTED_TOKENS;
             operands.push(region.clone());
         }
-        encoder.launch(&[Launch::new(&self.rows, &operands, params)?])
+        encoder.launch(&[Launch::new(&self.rows, &operands, params)?])?;
+        if op == Op::Bgmv {
+            return Ok(());
+        }
+        let Places { tiles_at, counts_at, .. } = places;
+        let params = Params { rows: routing.rows, tiles_at, tiles: routing.rows, counts_at, ..Params::default() };
+        encoder.launch(&[Launch::new(&self.tiles, &[rows], params)?])
     }
 
-    /// Records, for the `rows` rows that [`ExpertApplier::encode_rows`] was last recorded for,
+    /// Records, for the `rows` rows that [`ExpertApplier::encode_rows`] was last recorded for, with the same `op`,
     /// `y[row] += scale * B[expert] * A[expert] * x` at each of `outputs`, sites of the expert pool that all read `x`.
     /// `tokens` is the number of rows of an x of tokens.
     ///
@@ -295,8 +306,6 @@ impl ExpertApplier {
         (first, rows): (u32, u32),
     ) -> Result<()> {
         let places = Places::of(all);
-        // A tile is at the index of its first row; one that began before these rows does so at a multiple of a tile's.
-        let tile = first / SGMV_TILE_ROWS * SGMV_TILE_ROWS;
         let max_rank = pool.spec().max_rank;
         let common = Params {
             rows,
@@ -307,8 +316,10 @@ impl ExpertApplier {
             b_stride: pool.b_stride(),
             z_stride: group.sites.len() as u32 * max_rank,
             max_rank,
-            tiles_at: places.tiles_at + 4 * tile,
-            tiles: if op == Op::Sgmv { first + rows - tile } else { 0 },
+            tiles_at: places.tiles_at,
+            // No tile is behind the place of its first row.
+            tiles: if op == Op::Sgmv { first + rows } else { 0 },
+            counts_at: if op == Op::Sgmv { places.counts_at } else { 0 },
             x_rows_at: if group.tokens == 0 { 0 } else { places.x_rows_at },
             x_rows: group.tokens,
             z_parts: self.scratch.parts(op),

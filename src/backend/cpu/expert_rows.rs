@@ -1,13 +1,13 @@
-//! The batch of a routed layer from that of its tokens: a row for each of a token's experts.
+//! The batch of a routed layer from that of its tokens: a row for each of a token's experts, and its tiles.
 
 use super::memory::Bytes;
-use crate::contract::{Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, Tile};
+use crate::contract::{Params, ROUTED_OFFSETS, ROUTED_TOKENS, RowRef, SGMV_TILE_ROWS, THREADS, Tile};
 
 /// No row of x.
 const NO_ROW: u32 = u32::MAX;
 
-/// Does a launch that has been checked; each operand is as long as its extent or longer.
-pub(super) fn run(params: &Params, operands: &mut [Bytes<'_>]) {
+/// Does a launch of expert_rows that has been checked; each operand is as long as its extent or longer.
+pub(super) fn rows(params: &Params, operands: &mut [Bytes<'_>]) {
     let (inputs, rest) = operands.split_at_mut(2);
     let Some((out, tokens)) = rest.split_first_mut() else { return };
     let words = |bytes: &Bytes<'_>| -> Vec<u32> { bytemuck::pod_collect_to_vec(bytes.get()) };
@@ -16,34 +16,48 @@ pub(super) fn run(params: &Params, operands: &mut [Bytes<'_>]) {
     let routing = Routing { params, batch: &batch, experts: &experts, tokens: tokens.as_deref() };
     let rows: Vec<(RowRef, u32)> = (0..params.rows).map(|row| routing.row(row)).collect();
 
-    let mut write = |word: usize, value: u32| {
-        out.get_mut()[4 * word..4 * word + 4].copy_from_slice(&value.to_ne_bytes());
-    };
+    let mut write = |word: usize, value: u32| write(out, word, value);
     for (i, (row, x_row)) in rows.iter().enumerate() {
         write(2 * i, row.slot as u32);
         write(2 * i + 1, row.scale.to_bits());
         if params.x_rows_at != 0 {
             write(params.x_rows_at as usize + i, *x_row);
         }
-        if params.tiles != 0 {
-            let tile: [u32; 4] = bytemuck::cast(tile(&rows, i));
-            (0..).zip(tile).for_each(|(word, value)| write(params.tiles_at as usize + 4 * i + word, value));
+    }
+    if params.counts_at != 0 {
+        let slots: Vec<i32> = rows.iter().map(|(row, _)| row.slot).collect();
+        for (i, slots) in slots.chunks(THREADS as usize).enumerate() {
+            write(params.counts_at as usize + 1 + i, used(slots).count() as u32);
         }
     }
 }
 
-/// Tile `i`: the rows of one slot from row `i` on, up to the next multiple of a tile's rows; unused where row `i` is not
-/// their first.
-fn tile(rows: &[(RowRef, u32)], i: usize) -> Tile {
-    let most = SGMV_TILE_ROWS as usize;
-    let slot = rows[i].0.slot;
-    let begins = i.is_multiple_of(most) || rows[i - 1].0.slot != slot;
-    if slot < 0 || !begins {
-        return Tile { slot: -1, ..Tile::default() };
-    }
-    let end = ((i / most + 1) * most).min(rows.len());
-    let count = rows[i..end].iter().take_while(|(row, _)| row.slot == slot).count();
-    Tile { slot, first_row: i as u32, rows: count as u32, reserved: 0 }
+/// Does a launch of expert_tiles that has been checked.
+pub(super) fn tiles(params: &Params, operands: &mut [Bytes<'_>]) {
+    let [out] = operands else { return };
+    let entries: Vec<RowRef> = bytemuck::pod_collect_to_vec(&out.get()[..8 * params.rows as usize]);
+    let slots: Vec<i32> = entries.iter().map(|row| row.slot).collect();
+    let mut tiles: Vec<Tile> = used(&slots).collect();
+    write(out, params.counts_at as usize, tiles.len() as u32);
+    tiles.resize(slots.len(), Tile { slot: -1, ..Tile::default() });
+    let first = 4 * params.tiles_at as usize;
+    let bytes: &[u8] = bytemuck::cast_slice(&tiles);
+    out.get_mut()[first..first + bytes.len()].copy_from_slice(bytes);
+}
+
+fn write(out: &mut Bytes<'_>, word: usize, value: u32) {
+    out.get_mut()[4 * word..4 * word + 4].copy_from_slice(&value.to_ne_bytes());
+}
+
+/// The tiles that rows of these slots are in, in order: each has rows of one slot, up to the next multiple of a tile's rows.
+fn used(slots: &[i32]) -> impl Iterator<Item = Tile> {
+    let runs = slots.chunks(SGMV_TILE_ROWS as usize).flat_map(|block| block.chunk_by(|a, b| a == b));
+    let tiles = runs.scan(0, |first, run| {
+        let tile = Tile { slot: run[0], first_row: *first, rows: run.len() as u32, reserved: 0 };
+        *first += tile.rows;
+        Some(tile)
+    });
+    tiles.filter(|tile| tile.slot >= 0)
 }
 
 /// A launch's inputs.

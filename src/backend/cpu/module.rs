@@ -66,7 +66,7 @@ impl CpuKernel {
             Kernel::BgmvShrink | Kernel::BgmvExpand | Kernel::OverlayLogits => params.rows,
             Kernel::SgmvShrink | Kernel::SgmvExpand => params.rows.min(params.tiles.saturating_mul(SGMV_TILE_ROWS)),
             // A few operations a row.
-            Kernel::ExpertRows => return params.rows.into(),
+            Kernel::ExpertRows | Kernel::ExpertTiles => return params.rows.into(),
         };
         let sites = &params.site[..params.sites as usize];
         let widths =
@@ -77,8 +77,10 @@ impl CpuKernel {
 
     /// Does a launch that [`Launch::new`](crate::backend::Launch::new) has checked.
     pub(super) fn run(self, params: &Params, operands: &mut [Bytes<'_>], grain: u64) {
-        if self.kernel == Kernel::ExpertRows {
-            return expert_rows::run(params, operands);
+        match self.kernel {
+            Kernel::ExpertRows => return expert_rows::rows(params, operands),
+            Kernel::ExpertTiles => return expert_rows::tiles(params, operands),
+            _ => {}
         }
         let extents = self.kernel.extents(self.spec, params);
         let (inputs, outputs) = operands.split_at_mut(4);

@@ -167,9 +167,7 @@ pub(super) fn shape(launch: &Launch<'_>, room: Room) -> Shape {
             let items = u64::from(params.tiles) * pieces(&params, prefill_block(params.max_rank).0);
             [items.min((room.multiprocessors * EXPANDS_RESIDENT).into()) as u32, 1, 1]
         }
-        Kernel::EmbedShrink | Kernel::OverlayEmbed | Kernel::OverlayLogits | Kernel::ExpertRows => {
-            unreachable!("kernels without this variant")
-        }
+        _ => unreachable!("kernels without this variant"),
     };
     let (threads, shared) = block(kernel, params.max_rank, room);
     Shape { groups, threads, shared, params }

@@ -16,6 +16,7 @@ const fn ptx(kernel: Kernel) -> &'static str {
         Kernel::OverlayEmbed => include_str!("../../../kernels-cuda/ptx/overlay_embed.ptx"),
         Kernel::OverlayLogits => include_str!("../../../kernels-cuda/ptx/overlay_logits.ptx"),
         Kernel::ExpertRows => include_str!("../../../kernels-cuda/ptx/expert_rows.ptx"),
+        Kernel::ExpertTiles => include_str!("../../../kernels-cuda/ptx/expert_tiles.ptx"),
     }
 }
 
@@ -27,7 +28,7 @@ const fn sm90_ptx(kernel: Kernel) -> &'static str {
         Kernel::BgmvExpand => include_str!("../../../kernels-cuda/ptx/bgmv_expand_sm90.ptx"),
         Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink_sm90.ptx"),
         Kernel::SgmvExpand => include_str!("../../../kernels-cuda/ptx/sgmv_expand_sm90.ptx"),
-        Kernel::ExpertRows => ptx(kernel),
+        Kernel::ExpertRows | Kernel::ExpertTiles => ptx(kernel),
     }
 }
 

@@ -34,6 +34,7 @@ fn spirv(kernel: Kernel) -> &'static [u8] {
         Kernel::OverlayEmbed => spirv!("overlay_embed"),
         Kernel::OverlayLogits => spirv!("overlay_logits"),
         Kernel::ExpertRows => spirv!("expert_rows"),
+        Kernel::ExpertTiles => spirv!("expert_tiles"),
     }
 }
 

@@ -25,7 +25,7 @@ pub fn source(kernel: Kernel) -> String {
     }
     debug_assert_eq!(Language::Wgsl.path(), "kernels-wgsl/contract.wgsl");
     let half: &[&str] = match kernel {
-        Kernel::ExpertRows => &[],
+        Kernel::ExpertRows | Kernel::ExpertTiles => &[],
         Kernel::OverlayEmbed | Kernel::OverlayLogits => &[text!("common"), text!("overlay")],
         _ if kernel.is_expand() => &[text!("common"), text!("expand")],
         _ => &[text!("common"), text!("shrink")],
@@ -39,6 +39,7 @@ pub fn source(kernel: Kernel) -> String {
         Kernel::OverlayEmbed => text!("overlay_embed"),
         Kernel::OverlayLogits => text!("overlay_logits"),
         Kernel::ExpertRows => text!("expert_rows"),
+        Kernel::ExpertTiles => text!("expert_tiles"),
     };
     [&[text!("contract"), text!("envelope")], half, &[own]].concat().join("\n")
 }

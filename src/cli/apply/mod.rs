@@ -301,7 +301,7 @@ impl<'a> Worker<'a> {
                     let (rows, count) = (capacity.rows, pool.sites()[*site].experts);
                     let expert = Experts::ByRow(words);
                     let routing = Routing { rows, experts: count, top_k: 1, expert, places: None };
-                    applier.encode_rows(encoder, pool, &self.applier, capacity, &routing)?;
+                    applier.encode_rows(encoder, self.op, pool, &self.applier, capacity, &routing)?;
                     let outputs = [SiteOutput { site: *site, y: &y_rows }];
                     return applier.encode(encoder, pool, self.op, rows, rows, ExpertInput::Rows(&x_rows), &outputs);
                 }
