@@ -26,6 +26,13 @@ pub struct ExpertLinear {
     pub out_features: usize,
 }
 
+impl ExpertLinear {
+    /// Whether it reads its tokens' x, as gate and up do, and not rows that each expert made itself, as down does.
+    pub fn reads_tokens(&self) -> bool {
+        Role::of(self.site.path.rsplit('.').next().unwrap_or_default()) != Some(Role::Down)
+    }
+}
+
 /// What a linear is to an expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Role {
@@ -127,9 +134,8 @@ fn transposed(config: Option<&Json>, list: &[(&str, [usize; 3])]) -> bool {
             return true;
         }
     }
-    let text =
-        config.map(|config| config.get("text_config").filter(|t| matches!(t, Json::Object(_))).unwrap_or(config));
-    let hidden = text.and_then(|text| text.get("hidden_size")).and_then(Json::as_int).map(|hidden| hidden as usize);
+    let hidden =
+        config.and_then(|config| text(config).get("hidden_size")).and_then(Json::as_int).map(|hidden| hidden as usize);
     let inputs = [gate_up, shape(Role::Gate), shape(Role::Up)].into_iter().flatten().map(|[_, a, b]| (a, b));
     let outputs = down.map(|[_, c, d]| (d, c));
     for (rows, cols) in inputs.chain(outputs) {
@@ -147,8 +153,19 @@ fn interleaved(config: Option<&Json>) -> bool {
 
 fn model_type(config: Option<&Json>) -> Option<&str> {
     let config = config?;
-    let text = config.get("text_config").filter(|text| matches!(text, Json::Object(_)));
-    text.and_then(|text| text.get("model_type")).or(config.get("model_type")).and_then(Json::as_str)
+    text(config).get("model_type").or(config.get("model_type")).and_then(Json::as_str)
+}
+
+/// What a config says of the text model: in models that see, a part of it.
+fn text(config: &Json) -> &Json {
+    config.get("text_config").filter(|text| matches!(text, Json::Object(_))).unwrap_or(config)
+}
+
+/// Experts that a token is sent to, by the names that families give their number.
+fn per_token(config: &Json) -> Option<usize> {
+    let names = ["num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"];
+    let count = names.into_iter().find_map(|name| text(config).get(name)?.as_int())?;
+    usize::try_from(count).ok().filter(|count| *count > 0)
 }
 
 /// The routed linears of the families whose shapes follow from `config.json`, for weights that don't show them.
@@ -187,6 +204,7 @@ pub(super) struct Routed {
     /// Linears of single experts that these are made of.
     parts: HashSet<String>,
     interleaved: bool,
+    per_token: Option<usize>,
 }
 
 impl Routed {
@@ -204,15 +222,16 @@ impl Routed {
                 owners.insert(path);
             }
         }
+        let owner = |path: &str| path.split_once(".experts.").map_or(String::new(), |(owner, _)| owner.to_owned());
+        let known: HashSet<String> = found.linears.keys().map(|path| owner(path)).collect();
         for (path, shape) in config.map(derived).unwrap_or_default() {
-            let owner = path.split_once(".experts.").map_or("", |(owner, _)| owner);
-            let known =
-                found.linears.keys().any(|known| known.split_once(".experts.").is_some_and(|(o, _)| o == owner));
-            if !known && (!any || owners.contains(owner)) {
+            let owner = owner(&path);
+            if !known.contains(&owner) && (!any || owners.contains(&*owner)) {
                 found.linears.entry(path).or_insert(shape);
             }
         }
-        Self { parts: found.singles.into_iter().collect(), ..Self::of(found.linears, interleaved(config)) }
+        let (parts, per_token) = (found.singles.into_iter().collect(), config.and_then(per_token));
+        Self { parts, per_token, ..Self::of(found.linears, interleaved(config)) }
     }
 
     /// Those that adapters have pairs for.
@@ -244,7 +263,7 @@ impl Routed {
         };
         let linears: Vec<_> = all.into_iter().map(linear).collect();
         let by_path = linears.iter().enumerate().map(|(i, linear)| (linear.site.path.clone(), i)).collect();
-        Self { linears, by_path, parts: HashSet::new(), interleaved }
+        Self { linears, by_path, parts: HashSet::new(), interleaved, per_token: None }
     }
 
     /// Whether a linear is one expert's part of these.
@@ -264,6 +283,12 @@ impl BaseModel {
         self.routed.by_path.get(path).map(|index| &self.routed.linears[*index])
     }
 
+    /// Experts of a layer that each token is sent to, where config.json says so (`num_experts_per_tok`, or what a family
+    /// calls it).
+    pub fn experts_per_token(&self) -> Option<usize> {
+        self.routed.per_token
+    }
+
     /// Whether gate and up of its experts lie element by element in one.
     pub(super) fn interleaves_experts(&self) -> bool {
         self.routed.interleaved
@@ -272,6 +297,7 @@ impl BaseModel {
 
 #[cfg(test)]
 mod tests {
+    use super::super::json::Limits;
     use super::*;
 
     #[test]
@@ -288,6 +314,31 @@ mod tests {
         // The inner width is that of the model: only the two together tell.
         let rows = of(&[("gate_up_proj", [2, 64, 32]), ("down_proj", [2, 32, 32])]);
         assert_eq!(rows["l.0.experts.gate_up_proj"], [2, 32, 64]);
+    }
+
+    #[test]
+    fn a_config_alone_tells_both_linears_of_each_routed_layer() {
+        let text = r#"{"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 20, "hidden_size": 48,
+            "num_hidden_layers": 2}"#;
+        let config = Json::parse("config.json", text, Limits { bytes: 1 << 10, values: 16 }).unwrap();
+        let routed = Routed::new(Some(&config), std::iter::empty());
+        let shapes = routed.linears.iter().map(|linear| (linear.in_features, linear.out_features));
+        assert!(shapes.eq([(20, 48), (48, 40), (20, 48), (48, 40)]));
+        assert!(routed.linears[1].reads_tokens() && !routed.linears[2].reads_tokens());
+        // Of a layer whose weights are there, they tell.
+        let weight = ("model.layers.1.mlp.experts.gate_up_proj", &[4, 40, 48][..]);
+        let routed = Routed::new(Some(&config), [weight].into_iter());
+        assert_eq!(routed.linears.len(), 1);
+    }
+
+    #[test]
+    fn a_config_tells_how_many_experts_a_token_has_by_its_familys_name_for_it() {
+        let of =
+            |text: &str| per_token(&Json::parse("config.json", text, Limits { bytes: 1 << 10, values: 16 }).unwrap());
+        assert_eq!(of(r#"{"num_experts_per_tok": 8, "num_experts": 128}"#), Some(8));
+        assert_eq!(of(r#"{"text_config": {"moe_k": 6}}"#), Some(6));
+        assert_eq!(of(r#"{"num_experts": 128}"#), None);
+        assert_eq!(of(r#"{"num_experts_per_tok": 0}"#), None);
     }
 
     #[test]
