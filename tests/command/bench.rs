@@ -31,7 +31,67 @@ fn bench_says_which_linears_of_a_base_it_does_not_time() {
     assert_eq!(ran.code, 0, "{ran:?}");
     assert!(ran.json()["experts_left_out"].as_u64() > Some(0), "{ran:?}");
     let text = lorapool(own.iter().map(|word| word.as_ref()).chain([base.as_os_str()]));
-    assert!(text.stdout.contains("not in these times:"), "{text:?}");
+    assert!(text.stdout.contains("not in these times:") && text.stdout.contains("--experts"), "{text:?}");
+}
+
+/// A Qwen3 of two routed layers of 5 experts; what more its config says.
+fn routed_base(more: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let config = r#""model_type": "qwen3_moe", "hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 5,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "intermediate_size": 8"#;
+    std::fs::write(dir.path().join("config.json"), format!("{{{config}{more}}}")).unwrap();
+    dir
+}
+
+#[test]
+fn bench_times_a_bases_routed_experts_on_every_required_backend() {
+    let dir = routed_base(r#", "num_experts_per_tok": 3"#);
+    let base = dir.path().to_str().unwrap();
+    for backend in backends() {
+        for op in [&["--prefill"][..], &[]] {
+            let own = ["bench", "--experts", "--base", base, "--rows", "21", "--adapters", "2", "--rank", "4"];
+            let ran = lorapool(own.iter().chain(&SHORT).chain(&[&*backend]).chain(op));
+            assert_eq!(ran.code, 0, "{ran:?}");
+            let document = ran.json();
+            assert_eq!((&document["sites"], &document["top_k"]), (&2.into(), &3.into()), "{document}");
+            let line = &document["results"][0];
+            assert_eq!((&line["name"], &line["adapters_used"]), (&"experts-21x2-r4".into(), &2.into()), "{line}");
+            assert_eq!(line["op"], if op.is_empty() { "bgmv" } else { "sgmv" });
+            assert!(line["median_us"].as_f64() > Some(0.0), "{line}");
+            // At least as many as one token has, at most each adapter's all.
+            let pairs = line["expert_pairs"].as_u64().unwrap();
+            assert!((3..=2 * 5).contains(&pairs), "{line}");
+            let weights = pairs * 4 * (40 + 48 + 24 + 40);
+            let activations = 21 * 40 + 63 * 24 + 2 * 63 * (48 + 40);
+            assert_eq!(line["floor_bytes"].as_u64(), Some(2 * (weights + activations)), "{line}");
+            assert_eq!(line["base_us"].is_null(), document["no_base"].is_string(), "{document}");
+        }
+    }
+    let own =
+        ["bench", "--experts", "--base", base, "--rows", "2", "--top-k", "5", "--replays", "1", "--backend", "cpu"];
+    let text = lorapool(own);
+    assert!(text.stdout.contains("4 sites of experts, 5 experts a token"), "{text:?}");
+    // Two tokens of one adapter, all experts of both layers.
+    assert!(text.stdout.contains("pairs") && text.stdout.contains(" 10"), "{text:?}");
+    let tuned = lorapool(own.into_iter().chain(["--tune", "--json"])).json();
+    assert!(tuned["results"][0]["chosen_us"].as_f64() > Some(0.0), "{tuned}");
+}
+
+#[test]
+fn bench_refuses_experts_that_it_does_not_know_enough_of() {
+    let silent = routed_base("");
+    let base = silent.path().to_str().unwrap();
+    let own = ["bench", "--experts", "--rows", "2", "--backend", "cpu", "--json", "--base"];
+    lorapool(own.iter().chain(&[base])).fails(2, "E_USAGE", &[base, "num_experts_per_tok", "--top-k"]);
+    let many = ["--top-k", "6"];
+    lorapool(own.iter().chain(&[base]).chain(&many)).fails(2, "E_USAGE", &["6", "--top-k", "5", "mlp.experts"]);
+    let dense = fixtures().join("_base/llama").display().to_string();
+    lorapool(own.iter().chain(&[&*dense])).fails(2, "E_USAGE", &["no routed experts", &dense]);
+    for other in [&["--plot", "x.svg"][..], &["--sweep"], &["--swap"]] {
+        lorapool(["bench", "--experts", "--json"].iter().chain(other)).fails(2, "E_USAGE", &["--experts", other[0]]);
+    }
+    lorapool(["bench", "--top-k", "2", "--json"]).fails(2, "E_USAGE", &["--experts"]);
+    lorapool(["bench", "--experts", "--case", "1x1-r16", "--json"]).fails(2, "E_USAGE", &["--experts --list"]);
 }
 
 #[test]
@@ -69,6 +129,8 @@ fn bench_draws_its_cases() {
 fn bench_names_its_cases_and_knows_no_others() {
     let names = lorapool(["bench", "--list", "--json"]).json();
     assert!(names.as_array().unwrap().contains(&"64x64-r16".into()));
+    let names = lorapool(["bench", "--experts", "--list", "--json"]).json();
+    assert!(names.as_array().unwrap().contains(&"experts-64x16-r16".into()));
     lorapool(["bench", "--case", "no-such-case", "--json"]).fails(2, "E_USAGE", &["no-such-case", "--list"]);
 }
 

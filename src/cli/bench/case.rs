@@ -77,6 +77,21 @@ impl Case {
         decode.into_iter().map(of(Op::Bgmv)).chain([small]).chain(prefill.into_iter().map(of(Op::Sgmv))).collect()
     }
 
+    /// The same for routed layers: rows are tokens, and its name says so.
+    pub fn of_experts(op: Op, tokens: u32, adapters: u32, rank: u32, mix: Mix) -> Self {
+        let case = Self::new(op, tokens, adapters, rank, mix);
+        Self { name: format!("experts-{}", case.name), ..case }
+    }
+
+    /// The usual cases of routed layers: a token's experts are drawn, so that even one adapter's rows are of many.
+    pub fn usual_experts() -> Vec<Self> {
+        let decode =
+            [(1, 1, 16), (4, 4, 16), (16, 16, 16), (64, 16, 16), (64, 1, 16), (256, 16, 16), (1, 1, 64), (16, 4, 64)];
+        let prefill = [(2048, 1, 16), (4096, 8, 16)];
+        let of = |op| move |(tokens, adapters, rank)| Self::of_experts(op, tokens, adapters, rank, Mix::Distinct);
+        decode.into_iter().map(of(Op::Bgmv)).chain(prefill.into_iter().map(of(Op::Sgmv))).collect()
+    }
+
     /// Decode against rows and against adapters, at rank 16.
     pub fn sweep() -> Vec<Self> {
         let powers = |last: u32| (0..=last).map(|power| 1 << power);
@@ -125,7 +140,9 @@ mod tests {
 
     #[test]
     fn names_of_the_usual_cases_differ_and_every_row_has_an_adapter_of_the_case() {
-        let cases: Vec<Case> = Case::usual();
+        let cases: Vec<Case> = Case::usual().into_iter().chain(Case::usual_experts()).collect();
+        assert!(cases.iter().any(|case| case.name == "64x64-r16"));
+        assert!(cases.iter().any(|case| case.name == "experts-16x4-r64"));
         for (i, case) in cases.iter().enumerate() {
             assert!(cases[..i].iter().all(|other| other.name != case.name), "{}", case.name);
             let slots = case.slots(1);

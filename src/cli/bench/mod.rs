@@ -1,9 +1,12 @@
 //! `lorapool bench`: what adapters cost on a device, beside the least that they could cost there.
 
 mod case;
+mod experts;
 mod plot;
 mod report;
 mod rig;
+mod routed;
+mod shapes;
 mod swap;
 mod tune;
 
@@ -22,8 +25,9 @@ use super::console::Console;
 use super::failure::{Failure, Status};
 use super::progress::Progress;
 use case::{Case, Mix};
-use report::{Line, Report, Shapes};
-use rig::Rig;
+use report::{Line, Report};
+use routed::Routed;
+use shapes::{Shapes, Work};
 
 /// Time a step's whole LoRA work beside the least that it could take
 ///
@@ -33,7 +37,8 @@ use rig::Rig;
 /// batch and the activations read, the outputs read and written) over the bandwidth of the device's own copies,
 /// measured in the same run. Where the vendor's matrix library is found (cuBLAS), the base model's own products for
 /// the same rows are timed too, and what the adapters add to them is shown. Weights are synthetic; results are checked
-/// by `run`, not here. A base's routed experts are in none of the times, and the report says how many linears that leaves out.
+/// by `run`, not here. A base's routed experts are timed by `--experts` alone; without it the report
+/// says how many linears that leaves out.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     lorapool bench                                       the usual cases at the shapes of Llama-3.1-8B\n  \
@@ -42,6 +47,7 @@ use rig::Rig;
     lorapool bench --base models/qwen --layers 4 --backend vulkan\n  \
     lorapool bench --swap --case 16x16-r16               what swaps cost, and cost a step\n  \
     lorapool bench --sweep --plot decode.svg\n  \
+    lorapool bench --experts                             the routed experts of Qwen3-30B-A3B\n  \
     lorapool bench --list")]
 pub struct Bench {
     #[command(flatten)]
@@ -50,6 +56,17 @@ pub struct Bench {
     /// Run only the case of this name (see --list); repeat for more
     #[arg(long = "case", value_name = "NAME", conflicts_with = "rows")]
     cases: Vec<String>,
+
+    /// Time routed experts instead of linears: the usual cases at the shapes of Qwen3-30B-A3B, or those of --base
+    ///
+    /// Rows of a case are tokens, each with as many experts of every layer as the model sends it to, drawn by --seed. A
+    /// step makes each layer's batch of rows on the device, then applies gate and up, then down.
+    #[arg(long, conflicts_with_all = ["sweep", "plot", "swap"])]
+    experts: bool,
+
+    /// Experts that each token is sent to, instead of what the model's config.json says
+    #[arg(long, value_name = "N", requires = "experts", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    top_k: Option<u32>,
 
     /// The cases of a picture: decode of 1 to 256 rows, with one adapter and with one a row, and 64 rows with 1 to 64
     #[arg(long, conflicts_with_all = ["cases", "rows"])]
@@ -63,7 +80,7 @@ pub struct Bench {
     #[arg(long)]
     list: bool,
 
-    /// A case of your own: rows of its batch
+    /// A case of your own: rows of its batch, or with --experts its tokens
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     rows: Option<u32>,
 
@@ -92,7 +109,8 @@ pub struct Bench {
     #[arg(long, conflicts_with_all = ["swap", "plot"])]
     tune: bool,
 
-    /// Shapes of this base (a directory with config.json and/or safetensors) instead of Llama-3.1-8B's
+    /// Shapes of this base (a directory with config.json and/or safetensors) instead of Llama-3.1-8B's, or of
+    /// Qwen3-30B-A3B's experts
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
 
@@ -117,7 +135,7 @@ impl Bench {
     /// Runs the cases.
     pub fn run(self, console: &Console) -> Result<Status, Failure> {
         if self.list {
-            let names: Vec<String> = Case::usual().into_iter().map(|case| case.name).collect();
+            let names: Vec<String> = self.usual().into_iter().map(|case| case.name).collect();
             console.result(&names, |names| names.join("\n"));
             return Ok(Status::Done);
         }
@@ -125,14 +143,13 @@ impl Bench {
         // Cases of one rank share a pool; the order within a rank stays.
         cases.sort_by_key(|case| case.rank);
         let shapes = self.shapes()?;
-        let sites = &shapes.sites;
         // Before anything is timed: hours of cases must not end at a path that can't be written.
         let plot = match &self.plot {
             Some(path) => Some((path, File::create(path).map_err(|error| Failure::io(path.display(), error))?)),
             None => None,
         };
         let gpu = self.device.open()?;
-        if self.swap {
+        if let (true, Work::Linears(sites)) = (self.swap, &shapes.work) {
             let mut progress = Progress::new("swaps", 1);
             progress.start("swaps");
             let case = if self.cases.is_empty() && self.rows.is_none() { Case::usual_step() } else { cases.remove(0) };
@@ -144,7 +161,8 @@ impl Bench {
         }
         let samples = self.replays as usize;
         if self.tune {
-            let report = tune::run(&gpu, sites, shapes.name.clone(), &cases, self.dtype, samples, self.seed)?;
+            let report = tune::run(&gpu, &shapes, &cases, self.dtype, samples, self.seed);
+            let report = report.map_err(|error| shapes.room(error))?;
             console.result(&report, tune::Report::text);
             return Ok(Status::Done);
         }
@@ -155,19 +173,19 @@ impl Bench {
         for cases in cases.chunk_by(|a, b| a.rank == b.rank) {
             let slots = cases.iter().map(|case| case.adapters).max().unwrap_or(1);
             progress.start("filling the pool");
-            let rig = Rig::new(&gpu, sites.clone(), cases[0].rank, slots, self.dtype)?;
+            let filled = shapes.fill(&gpu, cases[0].rank, slots, self.dtype).map_err(|error| shapes.room(error))?;
             for case in cases {
                 progress.start(&case.name);
-                let (times, step) = rig.run(case, samples, self.seed)?;
+                let (times, step) = filled.run(case, samples, self.seed)?;
                 if report.no_base.is_none() && !bases.contains_key(&case.rows) {
-                    match rig::base(&*gpu, sites, case.rows, self.dtype, samples) {
+                    match shapes.base(&*gpu, case.rows, self.dtype, samples) {
                         Ok(times) => drop(bases.insert(case.rows, times.quantile(0.5))),
                         Err(Error::Unavailable { reason, .. }) => report.no_base = Some(reason),
                         Err(error) => return Err(error.into()),
                     }
                 }
                 let base = bases.get(&case.rows).copied();
-                report.lines.push(Line::new(case, &step, rig.pool_bytes(), &times, bandwidth, base));
+                report.lines.push(Line::new(case, &step, filled.pool_bytes(), &times, bandwidth, base));
                 progress.done();
             }
         }
@@ -184,36 +202,49 @@ impl Bench {
     fn cases(&self) -> Result<Vec<Case>, Failure> {
         if let Some(rows) = self.rows {
             let op = if self.prefill { Op::Sgmv } else { Op::Bgmv };
-            return Ok(vec![Case::new(op, rows, self.adapters, self.rank, self.mix)]);
+            let case = if self.experts { Case::of_experts } else { Case::new };
+            return Ok(vec![case(op, rows, self.adapters, self.rank, self.mix)]);
         }
         if self.sweep {
             return Ok(Case::sweep());
         }
-        let usual = Case::usual();
+        let usual = self.usual();
         if self.cases.is_empty() {
             return Ok(usual);
         }
         let find = |name: &String| {
             let case = usual.iter().find(|case| case.name == *name).cloned();
-            case.ok_or_else(|| Failure::usage(format!("no case is called {name:?}; see lorapool bench --list")))
+            let list = if self.experts { "--experts --list" } else { "--list" };
+            case.ok_or_else(|| Failure::usage(format!("no case is called {name:?}; see lorapool bench {list}")))
         };
         self.cases.iter().map(find).collect()
     }
 
+    fn usual(&self) -> Vec<Case> {
+        if self.experts { Case::usual_experts() } else { Case::usual() }
+    }
+
     fn shapes(&self) -> Result<Shapes, Failure> {
         let layers = self.layers.unwrap_or(usize::MAX);
-        let Some(dir) = &self.base else {
-            let layers = layers.min(32);
-            let name = match layers {
-                1 => "Llama-3.1-8B, 1 layer".to_owned(),
-                more => format!("Llama-3.1-8B, {more} layers"),
-            };
-            return Ok(Shapes { name, sites: rig::llama(layers), experts_left_out: 0 });
+        let base = adapters::open_base(self.base.as_deref())?;
+        let (model, most) = if self.experts { ("Qwen3-30B-A3B", 48) } else { ("Llama-3.1-8B", 32) };
+        let name = match (&self.base, layers.min(most)) {
+            (Some(dir), _) => dir.display().to_string(),
+            (None, 1) => format!("{model}, 1 layer"),
+            (None, more) => format!("{model}, {more} layers"),
         };
-        let base = adapters::open_base(Some(dir))?;
-        let mut sites = adapters::pool_spec(base.as_ref(), [], 1, self.dtype)?.sites;
-        sites.retain(|site| site.id.layer < layers);
-        let experts = base.iter().flat_map(|base| base.experts()).filter(|linear| linear.site.layer < layers);
-        Ok(Shapes { name: dir.display().to_string(), sites, experts_left_out: experts.count() })
+        let layers = if base.is_some() { layers } else { layers.min(most) };
+        let (work, experts_left_out) = match (&base, self.experts) {
+            (None, false) => (Work::Linears(rig::llama(layers)), 0),
+            (None, true) => (Work::Experts(Routed::qwen3(layers, self.top_k)?), 0),
+            (Some(base), true) => (Work::Experts(Routed::of_base(base, layers, self.top_k)?), 0),
+            (Some(base), false) => {
+                let mut sites = adapters::pool_spec(Some(base), [], 1, self.dtype)?.sites;
+                sites.retain(|site| site.id.layer < layers);
+                let experts = base.experts().iter().filter(|linear| linear.site.layer < layers);
+                (Work::Linears(sites), experts.count())
+            }
+        };
+        Ok(Shapes { name, work, experts_left_out })
     }
 }

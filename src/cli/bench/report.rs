@@ -2,12 +2,12 @@
 
 use lorapool::DType;
 use lorapool::backend::Caps;
-use lorapool::pool::SiteSpec;
 use serde::Serialize;
 
 use super::super::console::{bytes, render, table};
 use super::case::Case;
 use super::rig::{Step, Times};
+use super::shapes::Shapes;
 
 /// One case's times. Microseconds.
 #[derive(Debug, Serialize)]
@@ -17,6 +17,9 @@ pub struct Line {
     pub case: Case,
     /// Adapters that the batch has.
     pub adapters_used: u32,
+    /// Different pairs of an adapter and an expert that its rows have, over all layers, where experts are timed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expert_pairs: Option<u64>,
     pool_bytes: u64,
     /// The median.
     pub median_us: f64,
@@ -45,6 +48,7 @@ impl Line {
         Self {
             case: case.clone(),
             adapters_used: step.adapters,
+            expert_pairs: step.expert_pairs,
             pool_bytes,
             median_us,
             min_us: times.quantile(0.0),
@@ -62,17 +66,6 @@ impl Line {
     }
 }
 
-/// What is timed.
-#[derive(Clone, Debug)]
-pub struct Shapes {
-    /// What the shapes are called.
-    pub name: String,
-    /// The sites.
-    pub sites: Vec<SiteSpec>,
-    /// Linears of routed experts, which aren't timed.
-    pub experts_left_out: usize,
-}
-
 /// The document.
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -83,6 +76,9 @@ pub struct Report {
     api: String,
     shapes: String,
     sites: usize,
+    /// Experts that each token is sent to, where experts are timed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_k: Option<u32>,
     dtype: DType,
     /// Bytes read and written per second by a copy.
     copy_bytes_per_second: f64,
@@ -107,7 +103,8 @@ impl Report {
             driver: caps.driver.clone(),
             api: caps.api.clone(),
             shapes: shapes.name.clone(),
-            sites: shapes.sites.len(),
+            sites: shapes.sites(),
+            top_k: shapes.top_k(),
             dtype,
             copy_bytes_per_second: bandwidth,
             copy_bytes: copied,
@@ -134,8 +131,9 @@ impl Report {
 
     /// For people.
     pub fn text(&self) -> String {
+        let top_k = self.top_k.map_or(String::new(), |top_k| format!(" of experts, {top_k} experts a token"));
         let mut out = format!(
-            "{} on {} ({}, {})\n{}: {} sites, {}; copy {:.2} TB/s read and written ({})\n\n",
+            "{} on {} ({}, {})\n{}: {} sites{top_k}, {}; copy {:.2} TB/s read and written ({})\n\n",
             self.backend,
             self.device,
             self.driver,
@@ -146,23 +144,19 @@ impl Report {
             self.copy_bytes_per_second / 1e12,
             bytes(self.copy_bytes),
         );
-        let header = [
-            "case",
-            "op",
-            "rows",
-            "adapters",
-            "rank",
-            "median us",
-            "p10",
-            "p90",
-            "floor us",
-            "x floor",
-            "base us",
-            "adds",
-        ];
-        let mut table = table(&header, &[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
+        let rows = if self.top_k.is_some() { "tokens" } else { "rows" };
+        let mut header = vec!["case", "op", rows, "adapters", "rank", "median us", "p10", "p90", "floor us", "x floor"];
+        let pairs = self.lines.iter().any(|line| line.expert_pairs.is_some());
+        let base = !pairs || self.lines.iter().any(|line| line.base_us.is_some());
+        if pairs {
+            header.push("pairs");
+        }
+        if base {
+            header.extend(["base us", "adds"]);
+        }
+        let mut table = table(&header, &(2..header.len()).collect::<Vec<_>>());
         for line in &self.lines {
-            table.add_row([
+            let mut row = vec![
                 line.case.name.clone(),
                 line.case.op.name().to_owned(),
                 line.case.rows.to_string(),
@@ -173,16 +167,23 @@ impl Report {
                 format!("{:.1}", line.p90_us),
                 format!("{:.1}", line.floor_us),
                 format!("{:.2}", line.over_floor),
-                line.base_us.map_or("-".to_owned(), |us| format!("{us:.0}")),
-                line.adds_percent.map_or("-".to_owned(), |percent| format!("{percent:.1} %")),
-            ]);
+            ];
+            if pairs {
+                row.push(line.expert_pairs.map_or("-".to_owned(), |pairs| pairs.to_string()));
+            }
+            if base {
+                row.push(line.base_us.map_or("-".to_owned(), |us| format!("{us:.0}")));
+                row.push(line.adds_percent.map_or("-".to_owned(), |percent| format!("{percent:.1} %")));
+            }
+            table.add_row(row);
         }
         out += &render(&table);
         if let Some(reason) = &self.no_base {
             out += &format!("\n\nno time of the base model's own products: {reason}");
         }
         if self.experts_left_out > 0 {
-            out += &format!("\n\nnot in these times: {} linears of routed experts", self.experts_left_out);
+            let linears = self.experts_left_out;
+            out += &format!("\n\nnot in these times: {linears} linears of routed experts (--experts times them)");
         }
         out
     }

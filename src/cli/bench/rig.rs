@@ -137,6 +137,14 @@ pub fn fill(gpu: &dyn GpuBackend, region: &Region, block: &[u8]) -> Result<()> {
     Ok(())
 }
 
+/// Activations of `rows` rows, filled.
+pub fn activations(gpu: &dyn GpuBackend, rows: u32, width: u32, act: DType) -> Result<Matrix> {
+    let len = (u64::from(rows) * u64::from(width) * act.size()).next_multiple_of(4);
+    let region = gpu.alloc(len, "activations")?;
+    fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
+    Ok(Matrix::new(region, width))
+}
+
 /// A pool whose slots all hold synthetic adapters of its largest rank.
 #[derive(Debug)]
 pub struct Rig {
@@ -244,7 +252,7 @@ impl Rig {
         let graph = record(&*self.gpu, &self.pool, &applier, case.op, &plan)?;
         self.gpu.submit(&mut |encoder| applier.write_batch(encoder, &plan, plan.capacity()))?;
         let (floor_bytes, adapters) = self.floor_bytes(case, &slots);
-        Ok(Step { graph, floor_bytes, adapters })
+        Ok(Step { graph, floor_bytes, adapters, expert_pairs: None })
     }
 
     /// Times one step of `case`.
@@ -267,6 +275,8 @@ pub struct Step {
     pub floor_bytes: u64,
     /// Adapters that its batch has.
     pub adapters: u32,
+    /// Different pairs of an adapter and an expert that its rows have, over all routed layers.
+    pub expert_pairs: Option<u64>,
 }
 
 /// Times the base model's own products at `sites` for `rows` rows by the vendor's matrix library, in one captured graph.
@@ -306,13 +316,8 @@ pub fn base(gpu: &dyn GpuBackend, sites: &[SiteSpec], rows: u32, act: DType, sam
 /// Records a step over all sites of a pool. Layers share activations: a model's are no larger than one layer's either.
 pub fn record(gpu: &dyn GpuBackend, pool: &Pool, applier: &Applier, op: Op, plan: &Plan) -> Result<Box<dyn Graph>> {
     let act = applier.act();
-    let rows = u64::from(plan.capacity().rows);
+    let rows = plan.capacity().rows;
     let mut kept: Vec<(Widths, Vec<Matrix>)> = Vec::new();
-    let matrix = |width: u32| -> Result<Matrix> {
-        let region = gpu.alloc((rows * u64::from(width) * act.size()).next_multiple_of(4), "activations")?;
-        fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
-        Ok(Matrix::new(region, width))
-    };
     let mut groups = Vec::new();
     for group in pool.spec().groups() {
         let sites = pool.sites();
@@ -322,7 +327,7 @@ pub fn record(gpu: &dyn GpuBackend, pool: &Pool, applier: &Applier, op: Op, plan
             Some(at) => at,
             None => {
                 let widths = [shape.0].into_iter().chain(shape.1.iter().copied());
-                let matrices = widths.map(matrix).collect::<Result<_>>()?;
+                let matrices = widths.map(|width| activations(gpu, rows, width, act)).collect::<Result<_>>()?;
                 kept.push((shape, matrices));
                 kept.len() - 1
             }

@@ -4,14 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use lorapool::backend::{Caps, GpuBackend};
-use lorapool::pool::SiteSpec;
 use lorapool::{DType, Result};
 use serde::Serialize;
 
 use super::super::console::{render, table};
 use super::super::progress::Progress;
 use super::case::Case;
-use super::rig::Rig;
+use super::shapes::Shapes;
 
 /// One case.
 #[derive(Debug, Serialize)]
@@ -44,8 +43,7 @@ pub struct Report {
 /// Times `cases`, sorted by rank, in each variant and in the chosen one.
 pub fn run(
     gpu: &Arc<dyn GpuBackend>,
-    sites: &[SiteSpec],
-    shapes: String,
+    shapes: &Shapes,
     cases: &[Case],
     dtype: DType,
     samples: usize,
@@ -58,10 +56,10 @@ pub fn run(
         for cases in cases.chunk_by(|a, b| a.rank == b.rank) {
             let slots = cases.iter().map(|case| case.adapters).max().unwrap_or(1);
             progress.start("filling the pool");
-            let rig = Rig::new(gpu, sites.to_vec(), cases[0].rank, slots, dtype)?;
+            let filled = shapes.fill(gpu, cases[0].rank, slots, dtype)?;
             for case in cases {
                 progress.start(&case.name);
-                medians.push(rig.run(case, samples, seed)?.0.quantile(0.5));
+                medians.push(filled.run(case, samples, seed)?.0.quantile(0.5));
                 progress.done();
             }
         }
@@ -81,6 +79,7 @@ pub fn run(
     };
     let results = cases.iter().enumerate().map(line).collect();
     let Caps { backend, device, driver, api, .. } = gpu.caps().clone();
+    let shapes = shapes.name.clone();
     Ok(Report { backend, device, driver, api, shapes, dtype, variants, results })
 }
 
