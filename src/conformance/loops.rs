@@ -97,7 +97,7 @@ fn routed(fault: Fault, operands: &[Region], p: &Params) {
 /// Tiles in use of rows of these slots.
 fn tiles_of(fault: Fault, slots: &[u32]) -> Vec<[u32; 4]> {
     let block = if fault == Fault::TilesAcrossBlocks { 64 } else { SGMV_TILE_ROWS as usize };
-    let first = |i: usize| (i % block == 0 || slots[i - 1] != slots[i]) && (slots[i] as i32) >= 0;
+    let first = |i: usize| (i.is_multiple_of(block) || slots[i - 1] != slots[i]) && (slots[i] as i32) >= 0;
     let tile = |i: usize| {
         let end = ((i / block + 1) * block).min(slots.len());
         let count = slots[i..end].iter().take_while(|slot| **slot == slots[i]).count() as u32;
