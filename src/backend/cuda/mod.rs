@@ -8,6 +8,7 @@ mod device;
 mod driver;
 mod encoder;
 mod graph;
+mod grouped;
 mod host;
 mod memory;
 mod module;

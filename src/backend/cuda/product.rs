@@ -17,8 +17,10 @@ use cudarc::driver::sys::CUstream;
 use super::NAME;
 use super::driver::Handle;
 use super::graph::{self, CudaGraph};
+use super::grouped::Grouped;
 use super::memory::Memory;
 use super::queue::Shared;
+use super::transfer;
 use crate::backend::Product;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -27,11 +29,13 @@ use crate::memory::Allocation;
 /// Memory that the library may use beside the operands, in bytes: as much as it asks for on a Hopper device.
 const WORKSPACE: u64 = 32 << 20;
 
-/// A context of the library's. The graph keeps it as it keeps memory.
+/// A context of the library's, and the arrays that it is given. The graph keeps it as it keeps memory.
 #[derive(Debug)]
 struct Library {
     shared: Arc<Shared>,
     handle: Handle<blas::cublasContext>,
+    /// Of each product with more groups than one.
+    grouped: Vec<Option<Grouped>>,
 }
 
 impl Allocation for Library {
@@ -59,11 +63,32 @@ impl Library {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle; a context is current.
         check("cublasCreate", unsafe { blas::cublasCreate_v2(&mut handle) })?;
-        Ok(Self { shared: shared.clone(), handle: Handle(handle) })
+        Ok(Self { shared: shared.clone(), handle: Handle(handle), grouped: Vec::new() })
+    }
+
+    /// Makes the arrays of products with groups, and sends the addresses among them.
+    fn group(&mut self, dtype: DType, products: &[Product<'_>]) -> Result<()> {
+        let lens: Vec<u64> = products.iter().map(|p| if p.rows.len() == 1 { 0 } else { Grouped::bytes(p) }).collect();
+        let total = lens.iter().sum();
+        let all = Memory::alloc(&self.shared, total, "addresses of products")?;
+        let mut addresses: Vec<u64> = Vec::with_capacity((total / 8) as usize);
+        for (product, len) in products.iter().zip(lens) {
+            let grouped = match product.rows.len() {
+                1 => None,
+                _ => {
+                    let to = all.slice(addresses.len() as u64 * 8, len)?;
+                    let (grouped, own) = Grouped::new(product, dtype, to)?;
+                    addresses.extend(own);
+                    Some(grouped)
+                }
+            };
+            self.grouped.push(grouped);
+        }
+        transfer::upload(&self.shared, &all, bytemuck::cast_slice(&addresses))
     }
 }
 
-fn check(call: &'static str, status: cublasStatus_t) -> Result<()> {
+pub(super) fn check(call: &'static str, status: cublasStatus_t) -> Result<()> {
     match status {
         cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
         other => Err(Error::Driver { call, message: format!("{other:?}") }),
@@ -76,7 +101,8 @@ pub(super) fn capture(shared: &Arc<Shared>, dtype: DType, products: &[Product<'_
         product.check(dtype)?;
         [product.x, product.w, product.y].into_iter().try_for_each(|region| Memory::check(region, shared))?;
     }
-    let library = Library::open(shared)?;
+    let mut library = Library::open(shared)?;
+    library.group(dtype, products)?;
     let workspace = Memory::alloc(shared, WORKSPACE, "cuBLAS workspace")?;
     let mut owners: Vec<Arc<dyn Allocation>> = vec![workspace.owner().clone()];
     owners.extend(products.iter().flat_map(|p| [p.x, p.w, p.y]).map(|region| region.owner().clone()));
@@ -89,7 +115,10 @@ pub(super) fn capture(shared: &Arc<Shared>, dtype: DType, products: &[Product<'_
             let workspace = workspace.ptr().0 as *mut c_void;
             check("cublasSetWorkspace", blas::cublasSetWorkspace_v2(handle, workspace, WORKSPACE as usize))?;
         }
-        products.iter().try_for_each(|product| send(handle, dtype, product))
+        products.iter().zip(&library.grouped).try_for_each(|(product, grouped)| match grouped {
+            Some(grouped) => grouped.send(handle, kind(dtype)),
+            None => send(handle, dtype, product),
+        })
     };
     // The library loads its kernels when they are first used, which no capture allows.
     shared.beside(send_all)?;
@@ -97,15 +126,23 @@ pub(super) fn capture(shared: &Arc<Shared>, dtype: DType, products: &[Product<'_
     captured.map(|graph| graph.keeping(Arc::new(library)))
 }
 
-/// `y = x W^T`. The library's matrices are column-major: its C is y's transpose, out by rows.
-fn send(handle: blas::cublasHandle_t, dtype: DType, product: &Product<'_>) -> Result<()> {
-    let kind = match dtype {
+fn kind(dtype: DType) -> cudaDataType {
+    match dtype {
         DType::F32 => cudaDataType::CUDA_R_32F,
         DType::F16 => cudaDataType::CUDA_R_16F,
         DType::Bf16 => cudaDataType::CUDA_R_16BF,
-    };
-    let width = |n: u32| c_int::try_from(n).map_err(|_| Error::shape("product", n, "at most 2^31 - 1"));
-    let (rows, k, n) = (width(product.rows)?, width(product.in_features)?, width(product.out_features)?);
+    }
+}
+
+/// A size as the library takes it.
+pub(super) fn width(n: u32) -> Result<c_int> {
+    c_int::try_from(n).map_err(|_| Error::shape("product", n, "at most 2^31 - 1"))
+}
+
+/// `y = x W^T` of one group. The library's matrices are column-major: its C is y's transpose, out by rows.
+fn send(handle: blas::cublasHandle_t, dtype: DType, product: &Product<'_>) -> Result<()> {
+    let kind = kind(dtype);
+    let (rows, k, n) = (width(product.rows[0])?, width(product.in_features)?, width(product.out_features)?);
     let (one, zero) = (1f32, 0f32);
     let (a, b, c) = (product.w.ptr().0, product.x.ptr().0, product.y.ptr().0);
     // SAFETY: the operands hold their matrices (`Product::check`) and are kept by the graph; alpha and beta are read

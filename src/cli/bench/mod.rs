@@ -3,6 +3,7 @@
 mod case;
 mod experts;
 mod plot;
+mod products;
 mod report;
 mod rig;
 mod routed;
@@ -178,7 +179,7 @@ impl Bench {
                 progress.start(&case.name);
                 let (times, step) = filled.run(case, samples, self.seed)?;
                 if report.no_base.is_none() && !bases.contains_key(&case.rows) {
-                    match shapes.base(&*gpu, case.rows, self.dtype, samples) {
+                    match shapes.base(&*gpu, case.rows, self.seed, self.dtype, samples) {
                         Ok(times) => drop(bases.insert(case.rows, times.quantile(0.5))),
                         Err(Error::Unavailable { reason, .. }) => report.no_base = Some(reason),
                         Err(error) => return Err(error.into()),

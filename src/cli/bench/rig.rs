@@ -303,10 +303,11 @@ pub fn base(gpu: &dyn GpuBackend, sites: &[SiteSpec], rows: u32, act: DType, sam
             }
         }
     }
+    let count = [rows];
     let product = |site: &SiteSpec| {
         let (in_features, out_features) = (site.in_features, site.out_features);
         let (x, y) = (activations.get(&(false, in_features))?, activations.get(&(true, out_features))?);
-        Some(Product { rows, in_features, out_features, x, w: weights.get(&site.id.module)?, y })
+        Some(Product { rows: &count, in_features, out_features, x, w: weights.get(&site.id.module)?, y })
     };
     let products: Vec<Product<'_>> = sites.iter().filter_map(product).collect();
     let graph = gpu.capture_products(act, &products)?;

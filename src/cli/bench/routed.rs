@@ -151,6 +151,13 @@ impl Routes {
         pairs.len() as u64
     }
 
+    /// Rows of each expert.
+    pub fn counts(&self) -> Vec<u32> {
+        let mut counts = vec![0; self.of as usize];
+        self.experts.iter().for_each(|expert| counts[*expert as usize] += 1);
+        counts
+    }
+
     /// Rows sorted by expert, tokens in their order: the first row of each expert and the end of the last one's, and each
     /// row's place among the unsorted.
     pub fn sorted(&self) -> (Vec<u32>, Vec<u32>) {
@@ -193,6 +200,7 @@ mod tests {
         let (first, places) = routes.sorted();
         assert_eq!(first, [0, 2, 2, 4, 6, 6]);
         assert_eq!(places, [1, 4, 0, 3, 2, 5]);
+        assert_eq!(routes.counts(), [2, 0, 2, 2, 0]);
         assert_eq!(routes.pairs(&[7, 7, 7]), 3);
         assert_eq!(routes.pairs(&[7, 8, 7]), 5);
     }

@@ -9,6 +9,7 @@ use lorapool::{DType, Error, Result};
 use super::super::failure::Failure;
 use super::case::Case;
 use super::experts::ExpertRig;
+use super::products;
 use super::rig::{self, Rig, Step, Times};
 use super::routed::Routed;
 
@@ -78,13 +79,10 @@ impl Shapes {
     ///
     /// # Errors
     /// [`Error::Unavailable`] where they can't be timed.
-    pub fn base(&self, gpu: &dyn GpuBackend, rows: u32, dtype: DType, samples: usize) -> Result<Times> {
+    pub fn base(&self, gpu: &dyn GpuBackend, rows: u32, seed: u64, dtype: DType, samples: usize) -> Result<Times> {
         match &self.work {
             Work::Linears(sites) => rig::base(gpu, sites, rows, dtype, samples),
-            Work::Experts(_) => {
-                let reason = "those of routed experts aren't timed".to_owned();
-                Err(Error::Unavailable { backend: gpu.caps().backend, reason })
-            }
+            Work::Experts(routed) => products::time(gpu, routed, rows, seed, dtype, samples),
         }
     }
 }
