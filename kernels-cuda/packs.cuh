@@ -100,13 +100,3 @@ DEVICE u32 live_packs(const Params& p, const u32* batch) {
 DEVICE u32 working_blocks(const Params& p, u32 items, u32 busy) {
     return gridDim.x > p.z_parts && items <= busy * p.z_parts ? p.z_parts : gridDim.x;
 }
-// The share of one of `all` of `total` items: neighbours, as many as any other's or one less. Nobody else has any.
-struct Share {
-    u32 first, end;
-};
-DEVICE Share share_of(u32 total, u32 own, u32 all) {
-    if (own >= all) return {0, 0};
-    const u32 each = total / all, more = total % all;
-    const u32 first = own * each + (own < more ? own : more);
-    return {first, first + each + (own < more)};
-}

@@ -12,9 +12,9 @@
 #pragma once
 #include "prefill.cuh"
 
-// Runs that are known at a time, and of which B is there.
-constexpr u32 KNOWN = 4;
-constexpr u32 PLACES = 2;
+// Runs that are known at a time, and places for the B of some of them at most: Way::PLACES.
+constexpr u32 KNOWN = 8;
+constexpr u32 MOST_PLACES = 4;
 
 // Tiles `begin..end` of the window, all of one slot, and outputs from `first` on of a site. y goes by steps in pieces of
 // 16 bytes where its rows allow it; what is left is done by elements. The last run of a window has no tiles.
@@ -34,9 +34,9 @@ struct Run {
 };
 
 struct Shared {
-    u64 full[PLACES];      // a run's B has come
-    u64 empty[PLACES];     // all warps have done with it
-    u64 told[KNOWN];       // a run is known
+    u64 full[MOST_PLACES];  // a run's B has come
+    u64 empty[MOST_PLACES]; // all warps have done with it
+    u64 told[KNOWN];        // a run is known
     Run runs[KNOWN];
     Tiles tiles;
 };
@@ -157,9 +157,9 @@ DEVICE void produce(const Way& way, const u32* tables, const unsigned char* weig
             shared.runs[r % KNOWN] = run;
             barrier_arrive(shared_address(&shared.told[r % KNOWN]));
         }
-        if (r >= PLACES) barrier_wait(shared_address(&shared.empty[r % PLACES]), (r / PLACES - 1) % 2);
+        if (r >= Way::PLACES) barrier_wait(shared_address(&shared.empty[r % Way::PLACES]), (r / Way::PLACES - 1) % 2);
         if (run.end) way.fetch_b(run, reinterpret_cast<const u16*>(weights + pair.offset), way.place_of_b(r));
-        way.tell_b(shared_address(&shared.full[r % PLACES]));
+        way.tell_b(shared_address(&shared.full[r % Way::PLACES]));
         if (!run.end) break;
     }
     r++;
@@ -201,7 +201,7 @@ template <class Way> DEVICE void consume(const Way& way, u32& r, u32& turn, bool
         }
         const u32 end = run.end, later = turn + Way::turns(run);
         // The last run's too: the producer counts on no warp being further than one run ahead of it.
-        barrier_wait(shared_address(&shared.full[r % PLACES]), r / PLACES % 2);
+        barrier_wait(shared_address(&shared.full[r % Way::PLACES]), r / Way::PLACES % 2);
         if (end) {
             if (way.first(run, turn) >= end) {
                 // No tile of this run is this warp's.
@@ -215,7 +215,7 @@ template <class Way> DEVICE void consume(const Way& way, u32& r, u32& turn, bool
             else way.template work<false>(r, turn, own);
             __syncwarp();
         }
-        if (way.lane == 0) barrier_arrive(shared_address(&shared.empty[r % PLACES]));
+        if (way.lane == 0) barrier_arrive(shared_address(&shared.empty[r % Way::PLACES]));
         if (!end) break;
         turn = later;
     }
@@ -234,7 +234,7 @@ DEVICE void expand(const u32* batch, const u32* tables, const unsigned char* wei
     const Warp common = {p, batch, z, shared, 0, 0, 0, z_wide, lane, warp};
     const Way way = Way::of(common, shared_address(memory) + sizeof(Shared));
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < PLACES; i++) {
+        for (u32 i = 0; i < Way::PLACES; i++) {
             barrier_init(shared_address(&shared.full[i]), 32);
             barrier_init(shared_address(&shared.empty[i]), WARPS);
         }

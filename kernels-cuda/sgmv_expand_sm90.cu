@@ -10,7 +10,7 @@ constexpr u32 BLOCK = (WORKERS + 1) * 32;
 // Chunks of RANKS ranks that a warp takes at a time where there are more than it keeps.
 constexpr u32 KEPT = 2;
 static_assert(BLOCK >= WINDOW, "a thread for each tile");
-static_assert((sizeof(Shared) + 127) / 128 * 128 == 3456, "what launches count on");
+static_assert((sizeof(Shared) + 127) / 128 * 128 == 3840, "what launches count on");
 
 // z's side of a chunk's products: of a lane ranks 2q, 2q + 1, 2q + 8 and 2q + 9 of rows g and g + 8. `multiply` adds the products
 // with B, at address `b`, to the sums of 32 outputs. sum[m]: outputs 8q + 2m and the next, of rows g and g + 8.
@@ -86,6 +86,8 @@ template <> struct Side<F16> {
 // CHUNKS: of z and B that are kept for the outputs; 0: B's as max_rank needs, and z's are loaded when it is their turn.
 template <class E, u32 CHUNKS, u32 OUTPUTS_> struct Way : Warp {
     static constexpr u32 WARPS = WORKERS, OUTPUTS = OUTPUTS_, STEP = 32, STEPS = OUTPUTS / STEP;
+    // Of B; segments of few rows need many.
+    static constexpr u32 PLACES = CHUNKS == 1 || CHUNKS == 2 ? 4 : 2;
     // Of z, that a warp has at a time.
     static constexpr u32 HELD = CHUNKS ? CHUNKS : KEPT;
 

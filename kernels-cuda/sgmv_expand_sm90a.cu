@@ -16,7 +16,7 @@ static_assert(BLOCK >= WINDOW && LINE == 128, "a thread for each tile; lines as 
 
 // SLABS: of ranks, that there is room for.
 template <u32 SLABS, u32 OUTPUTS_> struct Way : Warp {
-    static constexpr u32 WARPS = WARPGROUPS * 4, OUTPUTS = OUTPUTS_, STEP = 64, STEPS = OUTPUTS / STEP;
+    static constexpr u32 WARPS = WARPGROUPS * 4, OUTPUTS = OUTPUTS_, STEP = 64, STEPS = OUTPUTS / STEP, PLACES = 2;
     // Bytes of B's places, a slab after the other, of a warp's y and of its z.
     static constexpr u32 SLAB = OUTPUTS * LINE, B_PLACE = SLABS * SLAB, Y_RING = OUTPUTS * 32, Z_RING = SLABS * CHUNKS * 1024;
     static_assert(SLABS == 1 || STEPS == 1, "one sum over all slabs");

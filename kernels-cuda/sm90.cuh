@@ -39,6 +39,17 @@ template <class T> DEVICE T from_lane(T value, u32 lane) { return __shfl_sync(~0
 
 DEVICE u32 saturating(u32 a, u32 b) { return a > b ? a - b : 0; }
 
+// The share of one of `all` of `total` items: neighbours, as many as any other's or one less. Nobody else has any.
+struct Share {
+    u32 first, end;
+};
+DEVICE Share share_of(u32 total, u32 own, u32 all) {
+    if (own >= all) return {0, 0};
+    const u32 each = total / all, more = total % all;
+    const u32 first = own * each + (own < more ? own : more);
+    return {first, first + each + (own < more)};
+}
+
 // Two elements of y, to which `scale` times two sums is added.
 template <class E> DEVICE u32 add2(u32 word, float scale, float low, float high) {
     typedef Words<E> W;
@@ -78,3 +89,8 @@ DEVICE uint4 expand8(const SiteParams& site, const uint4& y, float site_scale, f
 // before it.
 DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Of a kernel all of whose inputs the launch before may write. The next one begins when that has ended.
+DEVICE void start_in_turn() {
+    wait_for_last();
+    launch_next();
+}

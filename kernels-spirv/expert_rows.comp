@@ -9,8 +9,8 @@
 
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
+#include "routed.glsl"
 
-shared int slots[THREADS];
 shared uint count;
 
 // The expert of row `row`, or `experts` and more where it has none.
@@ -79,8 +79,7 @@ void main() {
         count = 0u;
     }
     barrier();
-    // Tiles begin where the slot changes, and at multiples of their largest number of rows.
-    if (slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot)) {
+    if (begins_tile(thread)) {
         atomicAdd(count, 1u);
     }
     barrier();

@@ -1,14 +1,14 @@
 #version 460
-// The tiles of a routed layer's batch, in the order of their rows: one begins where the slot changes, and at each multiple
-// of SGMV_TILE_ROWS. Those in use come first, and their number stands at word counts_at.
+// The tiles of a routed layer's batch, in the order of their rows. Those in use come first, and their number stands at word
+// counts_at. A tile is in one workgroup: of its rows of one slot, the last tile may have fewer than SGMV_TILE_ROWS.
 //
 // Grid: x (folded into x and y) = ceil(rows / THREADS), a thread for a row.
 // rows: RowRef[rows], Tile[rows] at word tiles_at, at word counts_at + 1 how many tiles the rows of each workgroup begin
 
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
+#include "routed.glsl"
 
-shared int slots[THREADS];
 // How many tiles begin at rows of this workgroup before a thread's.
 shared uint begun[THREADS];
 // Tiles of the workgroups before, and of all.
@@ -52,7 +52,7 @@ void main() {
     }
     atomicAdd(before, earlier);
     atomicAdd(all, any);
-    bool begins = slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot);
+    bool begins = begins_tile(thread);
     begun[thread] = begins ? 1u : 0u;
     barrier();
 
@@ -61,7 +61,7 @@ void main() {
         for (uint i = 0u; i < thread; i++) {
             index += begun[i];
         }
-        uint end = (thread / SGMV_TILE_ROWS + 1u) * SGMV_TILE_ROWS;
+        uint end = min(thread + SGMV_TILE_ROWS, THREADS);
         uint last = thread + 1u;
         // Rows past the last one have no slot.
         while (last < end && slots[last] == slot) {

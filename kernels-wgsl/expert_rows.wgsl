@@ -7,7 +7,6 @@
 @group(0) @binding(2) var<storage, read_write> rows: array<u32>;
 @group(0) @binding(3) var<storage, read> tokens: array<u32>;
 
-var<workgroup> slots: array<i32, THREADS>;
 var<workgroup> count: atomic<u32>;
 
 // The expert of row `row`; NO_ROW, or another number past the last, where it has none.
@@ -66,8 +65,7 @@ fn expert_rows(
         atomicStore(&count, 0u);
     }
     workgroupBarrier();
-    // Tiles begin where the slot changes, and at multiples of their largest number of rows.
-    if slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot) {
+    if begins_tile(thread) {
         atomicAdd(&count, 1u);
     }
     workgroupBarrier();

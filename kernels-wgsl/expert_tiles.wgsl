@@ -1,11 +1,10 @@
-// The tiles of a routed layer's batch, in the order of their rows: one begins where the slot changes, and at each multiple of
-// SGMV_TILE_ROWS. Those in use come first, and their number stands at word counts_at.
+// The tiles of a routed layer's batch, in the order of their rows. Those in use come first, and their number stands at word
+// counts_at.
 //
-// A thread: one row. Its tile, if it is the first of one, ends in this workgroup.
+// A thread: one row. A tile is in one workgroup: of its rows of one slot, the last tile may have fewer than SGMV_TILE_ROWS.
 
 @group(0) @binding(0) var<storage, read_write> rows: array<u32>;
 
-var<workgroup> slots: array<i32, THREADS>;
 // How many tiles begin at rows of this workgroup before a thread's.
 var<workgroup> begun: array<u32, THREADS>;
 // Tiles of the workgroups before, and of all.
@@ -48,7 +47,7 @@ fn expert_tiles(
             atomicAdd(&before, count);
         }
     }
-    let begins = slot >= 0 && (thread % SGMV_TILE_ROWS == 0u || slots[max(thread, 1u) - 1u] != slot);
+    let begins = begins_tile(thread);
     begun[thread] = select(0u, 1u, begins);
     workgroupBarrier();
 
@@ -57,7 +56,7 @@ fn expert_tiles(
         for (var i = 0u; i < thread; i++) {
             index += begun[i];
         }
-        let end = (thread / SGMV_TILE_ROWS + 1u) * SGMV_TILE_ROWS;
+        let end = min(thread + SGMV_TILE_ROWS, THREADS);
         var last = thread + 1u;
         // Rows past the last one have no slot.
         while last < end && slots[last] == slot {

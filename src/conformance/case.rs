@@ -102,6 +102,8 @@ pub struct Case {
     pub gather: u32,
     /// Whether the batch has packs, so that kernels may take a slot's rows together and leave z in parts.
     pub packs: bool,
+    /// Whether the batch tells how many of its tiles are in use, and has some more.
+    pub counted: bool,
     /// Whether x, y and z lie in one allocation.
     pub one_allocation: bool,
     /// Whether some pairs have vectors behind B, others none.
@@ -138,6 +140,7 @@ impl Default for Case {
             table_shift: 0,
             gather: 0,
             packs: false,
+            counted: false,
             one_allocation: false,
             vectors: false,
             short_span: false,
@@ -250,6 +253,7 @@ impl fmt::Display for Case {
             ("all_weights", self.all_weights),
             ("shared_y", self.shared_y),
             ("packs", self.packs),
+            ("counted", self.counted),
             ("one_allocation", self.one_allocation),
             ("vectors", self.vectors),
             ("short_span", self.short_span),

@@ -63,8 +63,8 @@ pub fn smoke() -> Vec<Case> {
 pub fn all() -> Vec<Case> {
     let groups = [smoke, ranks, tiles, widths, rows, mixes, sites, layouts, gathers, splits, values, vectors, hostile];
     let plain: Vec<Case> = groups.into_iter().flat_map(|group| group()).collect();
-    let packed = packed(&plain);
-    plain.into_iter().chain(packed).collect()
+    let (packed, counted) = (packed(&plain), counted());
+    plain.into_iter().chain(packed).chain(counted).collect()
 }
 
 /// The types that kernels may have ways of their own for: activations and weights of one 2-byte type.
@@ -78,6 +78,16 @@ fn packed(cases: &[Case]) -> Vec<Case> {
         .flat_map(|case| FAST.map(|dtype| Case { packs: true, act: dtype, weight: dtype, ..case.clone() }))
         .filter(|case| seen.insert(case.to_string()))
         .collect()
+}
+
+/// Some prefill cases once more with a number of tiles in use, as routed layers have them, in the same types in turn.
+fn counted() -> Vec<Case> {
+    let mut seen = BTreeSet::new();
+    let groups = [(tiles as fn() -> Vec<Case>, 9), (gathers, 3), (splits, 3), (hostile, 3)];
+    let of = |(group, every): (fn() -> Vec<Case>, _)| group().into_iter().filter(|c| c.op == Op::Sgmv).step_by(every);
+    let typed = |(case, dtype)| Case { counted: true, act: dtype, weight: dtype, ..case };
+    let typed = groups.into_iter().flat_map(of).zip(FAST.into_iter().cycle()).map(typed);
+    typed.filter(|case| seen.insert(case.to_string())).collect()
 }
 
 /// Sets the types of each case in turn, so that a sweep takes all pairs of types without nine times the cases.

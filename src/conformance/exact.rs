@@ -78,6 +78,9 @@ fn cases(op: Op, act: DType) -> Vec<(String, Case)> {
         let packs = op == Op::Bgmv;
         if packs {
             cases.push((",packs".into(), Case { packs, ..usual.clone() }));
+        } else if act == DType::Bf16 {
+            let one = Case { outs: vec![80], max_rank: 64, vectors: false, gather: 9, ..usual.clone() };
+            cases.push((",counted".into(), Case { counted: true, ..one }));
         }
         // Ranks that fill B's rows, and outputs in whole tiles: kernels may have ways of their own for these.
         for rank in [8, 16, 32, 64] {

@@ -43,7 +43,7 @@ pub(super) enum Fault {
     XRowsFromTheLaunch,
     ExpertsTrusted,
     SlotsTrusted,
-    TilesAcrossBlocks,
+    TilesAcrossGroups,
     OldTilesStay,
     LastExpertLost,
 }
@@ -96,14 +96,11 @@ fn routed(fault: Fault, operands: &[Region], p: &Params) {
 
 /// Tiles in use of rows of these slots.
 fn tiles_of(fault: Fault, slots: &[u32]) -> Vec<[u32; 4]> {
-    let block = if fault == Fault::TilesAcrossBlocks { 64 } else { SGMV_TILE_ROWS as usize };
-    let first = |i: usize| (i.is_multiple_of(block) || slots[i - 1] != slots[i]) && (slots[i] as i32) >= 0;
-    let tile = |i: usize| {
-        let end = ((i / block + 1) * block).min(slots.len());
-        let count = slots[i..end].iter().take_while(|slot| **slot == slots[i]).count() as u32;
-        [slots[i], i as u32, count, 0]
-    };
-    (0..slots.len()).filter(|i| first(*i)).map(tile).collect()
+    let group = if fault == Fault::TilesAcrossGroups { 2 * THREADS } else { THREADS } as usize;
+    let rows: Vec<(usize, u32)> = slots.iter().copied().enumerate().collect();
+    let runs = rows.chunks(group).flat_map(|rows| rows.chunk_by(|a, b| a.1 == b.1));
+    let tiles = runs.flat_map(|run| run.chunks(SGMV_TILE_ROWS as usize)).filter(|tile| (tile[0].1 as i32) >= 0);
+    tiles.map(|tile| [tile[0].1, tile[0].0 as u32, tile.len() as u32, 0]).collect()
 }
 
 /// expert_tiles.

@@ -196,7 +196,7 @@ fn the_whole_suite_passes_on_loops_and_finds_what_the_smoke_cases_can_not() {
         (Fault::XRowsFromTheLaunch, "gather="),
         (Fault::ExpertsTrusted, "expert_rows[in order,tokens=33"),
         (Fault::SlotsTrusted, "expert_rows[by tokens,tokens=33"),
-        (Fault::TilesAcrossBlocks, "expert_rows[sorted,tokens=33"),
+        (Fault::TilesAcrossGroups, "one slot"),
         (Fault::OldTilesStay, "expert_rows[sorted,tokens=33"),
         (Fault::LastExpertLost, "expert_rows[in order,tokens=33"),
         (Fault::SumDependsOnSlot, "any slot"),

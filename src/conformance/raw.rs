@@ -11,7 +11,7 @@ use super::operand::Operand;
 use super::oracle::{Check, Mismatch, Oracle};
 use super::window::Window;
 use crate::backend::{Encoder, GpuBackend, Launch, Pipeline};
-use crate::contract::{self, MAX_SITES, Pack, Params, RANK_VECTORS, RowRef, SiteParams};
+use crate::contract::{self, MAX_SITES, Pack, Params, RANK_VECTORS, RowRef, SiteParams, Tile};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::memory::Region;
@@ -54,6 +54,8 @@ pub struct Rig<'b> {
     packs_at: u32,
     /// Word in the batch where rows of x are named; 0: nowhere.
     x_rows_at: u32,
+    /// Word in the batch where the number of tiles in use is; 0: nowhere.
+    counts_at: u32,
     /// Word offsets of each site's table arrays, y and z places filled in.
     sites: Vec<Tables>,
 }
@@ -141,7 +143,7 @@ impl<'b> Rig<'b> {
             tables.params.y_stride = y[*operand as usize].stride as u32;
             tables.params.z_offset = (site as u64 * part) as u32;
         }
-        let (batch, [x_rows_at, tiles_at, packs_at]) = batch(case, &data);
+        let (batch, [x_rows_at, tiles_at, packs_at, counts_at]) = batch(case, &data);
         let parts = match backend.caps().z_parts {
             parts if parts > 0 && case.packs => {
                 let whole = rows * (u64::from(case.max_rank) + pad) * case.outs.len() as u64 * 4;
@@ -190,6 +192,7 @@ impl<'b> Rig<'b> {
             tiles_at,
             packs_at,
             x_rows_at,
+            counts_at,
             sites,
         };
         backend.submit(&mut |encoder| {
@@ -264,11 +267,12 @@ impl<'b> Rig<'b> {
             z_stride: self.z.stride as u32,
             max_rank: case.max_rank,
             tiles_at: self.tiles_at,
-            tiles: if case.packs { 0 } else { self.data.tiles.len() as u32 },
+            tiles: if case.packs { 0 } else { (self.data.tiles.len() + spare_tiles(case).len()) as u32 },
             max_out: case.outs.iter().max().copied().unwrap_or(0),
             x_rows_at: self.x_rows_at,
             x_rows: case.gather,
             packs_at: self.packs_at,
+            counts_at: self.counts_at,
             z_parts: if self.parts.is_some() { self.backend.caps().z_parts } else { 0 },
             ..window.params(case.slots)
         };
@@ -384,25 +388,37 @@ impl<'b> Rig<'b> {
     }
 }
 
-/// The batch operand, and the words where rows of x are named (0: nowhere), where its tiles start, and where its packs
-/// do, which a case has in place of tiles (0: nowhere).
-fn batch(case: &Case, data: &Data) -> (Vec<u8>, [u32; 3]) {
+/// Tiles behind those in use.
+fn spare_tiles(case: &Case) -> Vec<Tile> {
+    vec![Tile { slot: -1, ..Tile::default() }; if case.counted { 300 } else { 0 }]
+}
+
+/// The batch operand, and the words where rows of x are named (0: nowhere), where its tiles start, where its packs
+/// do, which a case has in place of tiles (0: nowhere), and where the number of tiles in use is (0: nowhere).
+fn batch(case: &Case, data: &Data) -> (Vec<u8>, [u32; 4]) {
     let rows = data.slots.iter().zip(&data.row_scales).map(|(slot, scale)| RowRef { slot: *slot, scale: *scale });
     let mut bytes: Vec<u8> = bytemuck::cast_slice(&rows.collect::<Vec<_>>()).to_vec();
     let x_rows_at = if data.x_rows.is_empty() { 0 } else { bytes.len() as u32 / 4 };
     bytes.extend_from_slice(bytemuck::cast_slice(&data.x_rows));
     bytes.resize(bytes.len().next_multiple_of(16), 0xff);
+    let mut counts_at = 0;
+    if case.counted {
+        counts_at = bytes.len() as u32 / 4;
+        bytes
+            .extend([data.tiles.len() as u32, u32::MAX, u32::MAX, u32::MAX].iter().flat_map(|word| word.to_ne_bytes()));
+    }
     let at = bytes.len() as u32 / 4;
     if !case.packs {
         bytes.extend_from_slice(bytemuck::cast_slice(&data.tiles));
-        return (bytes, [x_rows_at, at, 0]);
+        bytes.extend_from_slice(bytemuck::cast_slice(&spare_tiles(case)));
+        return (bytes, [x_rows_at, at, 0, counts_at]);
     }
     // Where another batch has its packs too, however many tiles it would have.
     let plan = Plan::from_slots(data.slots.iter().copied());
     let spare = Pack { slot: -1, ..Pack::default() };
     let packs = plan.packs().iter().copied().chain(std::iter::repeat(spare)).take(data.slots.len());
     bytes.extend_from_slice(bytemuck::cast_slice(&packs.collect::<Vec<_>>()));
-    (bytes, [x_rows_at, 0, at])
+    (bytes, [x_rows_at, 0, at, 0])
 }
 
 /// The weights operand: slot after slot, A, B and vectors of each site; NaN wherever no pair has an element.

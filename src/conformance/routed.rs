@@ -30,6 +30,8 @@ struct Case {
     routed: u32,
     tiles: bool,
     x_rows: bool,
+    /// Whether every row has the same slot.
+    one_slot: bool,
     /// Words by which operands start off a multiple of 256 bytes.
     shift: u32,
 }
@@ -46,6 +48,7 @@ impl Default for Case {
             routed: 0,
             tiles: true,
             x_rows: true,
+            one_slot: false,
             shift: 0,
         }
     }
@@ -57,7 +60,8 @@ impl fmt::Display for Case {
         let way = ["in order", "by tokens", "in order by offsets", "sorted"][self.routed as usize];
         write!(f, "{way},tokens={tokens},top_k={top_k},experts={experts},stride={stride},slots={slots}")?;
         write!(f, ",spare={spare},shift={shift}{}", if self.tiles { "" } else { ",no tiles" })?;
-        f.write_str(if self.x_rows { "" } else { ",no x rows" })
+        f.write_str(if self.x_rows { "" } else { ",no x rows" })?;
+        f.write_str(if self.one_slot { ",one slot" } else { "" })
     }
 }
 
@@ -80,6 +84,7 @@ impl Case {
     fn routing(&self, seed: u64) -> Routing {
         let mut dice = Dice::new(seed);
         let slot = |dice: &mut Dice| match dice.below(self.slots + 2) {
+            _ if self.one_slot => 0,
             slot if slot < self.slots => slot as i32,
             _ => [-1, i32::MIN, self.slots as i32, i32::MAX][dice.below(4) as usize],
         };
@@ -87,6 +92,7 @@ impl Case {
         // Few experts at a time, so that neighbours share them.
         let busy: Vec<u32> = (0..3).map(|_| dice.below(self.experts)).collect();
         let expert = |dice: &mut Dice| match dice.below(8) {
+            _ if self.one_slot => 0,
             0 => [self.experts, self.experts + 1, i32::MAX as u32, u32::MAX][dice.below(4) as usize],
             1 => dice.below(self.experts),
             n => busy[n as usize % busy.len()],
@@ -134,8 +140,9 @@ impl Case {
             let mut tiles = Vec::new();
             let mut counts = vec![0; rows.len().div_ceil(THREADS as usize)];
             let mut first = 0;
-            for block in rows.chunks(SGMV_TILE_ROWS as usize) {
-                for run in block.chunk_by(|a, b| a.0 == b.0) {
+            for group in rows.chunks(THREADS as usize) {
+                let runs = group.chunk_by(|a, b| a.0 == b.0);
+                for run in runs.flat_map(|run| run.chunks(SGMV_TILE_ROWS as usize)) {
                     if run[0].0 >= 0 {
                         tiles.push([run[0].0 as u32, first as u32, run.len() as u32, 0]);
                         counts[first / THREADS as usize] += 1;
@@ -269,6 +276,7 @@ pub fn trials() -> Vec<Trial> {
         cases.push(Case { x_rows: false, ..base });
         cases.push(Case { tiles: false, x_rows: false, shift: 3, ..base });
         cases.push(Case { shift: 5, ..base });
+        cases.push(Case { tokens: 301, one_slot: true, ..base });
         cases.push(Case { slots: 1 << 16, stride: 1 << 14, ..base });
         cases.push(Case { tokens: 35_000, ..base });
     }

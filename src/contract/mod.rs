@@ -134,8 +134,8 @@ pub enum Kernel {
     /// The batch of a routed layer from that of its tokens, a thread for a row: each row of a token and one of its
     /// experts gets the slot `slot(token) * slot_stride + expert`, by which the kernels above serve experts.
     ExpertRows,
-    /// The tiles of such a batch, a thread for a row: one begins where the slot changes, and at each multiple of
-    /// [`SGMV_TILE_ROWS`]. They are in the order of their rows, the first ones in use.
+    /// The tiles of such a batch, a thread for a row. They are in the order of their rows, the first ones in use: of each run of
+    /// rows of one slot among the [`THREADS`] of a workgroup, all but the last have [`SGMV_TILE_ROWS`] rows.
     ExpertTiles,
 }
 

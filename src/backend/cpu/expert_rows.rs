@@ -49,10 +49,10 @@ fn write(out: &mut Bytes<'_>, word: usize, value: u32) {
     out.get_mut()[4 * word..4 * word + 4].copy_from_slice(&value.to_ne_bytes());
 }
 
-/// The tiles that rows of these slots are in, in order: each has rows of one slot, up to the next multiple of a tile's rows.
+/// The tiles that rows of these slots are in, in order.
 fn used(slots: &[i32]) -> impl Iterator<Item = Tile> {
-    let runs = slots.chunks(SGMV_TILE_ROWS as usize).flat_map(|block| block.chunk_by(|a, b| a == b));
-    let tiles = runs.scan(0, |first, run| {
+    let runs = slots.chunks(THREADS as usize).flat_map(|group| group.chunk_by(|a, b| a == b));
+    let tiles = runs.flat_map(|run| run.chunks(SGMV_TILE_ROWS as usize)).scan(0, |first, run| {
         let tile = Tile { slot: run[0], first_row: *first, rows: run.len() as u32, reserved: 0 };
         *first += tile.rows;
         Some(tile)

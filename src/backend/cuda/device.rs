@@ -137,7 +137,7 @@ impl Device {
             capability,
             early_launches: early_launches()?,
             room,
-            limit: Variant::Sm90a,
+            limit: Variant::Routed,
             caps,
         })
     }
@@ -168,7 +168,7 @@ impl Device {
             capability,
             early_launches: early_launches()?,
             room,
-            limit: Variant::Sm90a,
+            limit: Variant::Routed,
             caps,
         })
     }

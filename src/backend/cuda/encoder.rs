@@ -16,7 +16,7 @@ use super::variant::Variant;
 
 use super::queue::Shared;
 use super::sm90::{self, Chain, Shape, Start};
-use super::sm90a;
+use super::{routed, sm90a};
 use crate::backend::{Encoder, Launch, check_copy, check_write};
 use crate::contract::{MAX_OPERANDS, Params, THREADS};
 use crate::error::{Error, Result};
@@ -203,11 +203,13 @@ impl Encoder for CudaEncoder<'_> {
             let max_groups = self.shared.device.caps.max_groups;
             let (variant, entry) = function.serves(pipeline.kernel(), launch.params());
             let mut shape = match variant {
-                Variant::Plain => {
+                Variant::Sm90 if pipeline.kernel().is_pair() => sm90::shape(launch, self.shared.device.room),
+                Variant::Sm90a => sm90a::shape(launch, function.clusters),
+                Variant::Routed => routed::shape(launch, self.shared.device.room),
+                // Kernels that apply no pairs have the contract's workgroups in any variant.
+                Variant::Plain | Variant::Sm90 => {
                     Shape { groups: launch.groups(max_groups)?, threads: THREADS, shared: 0, params: *launch.params() }
                 }
-                Variant::Sm90 => sm90::shape(launch, self.shared.device.room),
-                Variant::Sm90a => sm90a::shape(launch, function.clusters),
             };
             if shape.groups.contains(&0) {
                 continue;

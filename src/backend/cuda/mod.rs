@@ -14,6 +14,7 @@ mod memory;
 mod module;
 mod product;
 mod queue;
+mod routed;
 mod sm90;
 mod sm90a;
 mod transfer;

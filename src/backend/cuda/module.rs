@@ -15,8 +15,8 @@ use cudarc::driver::sys::{
 use super::driver::{Handle, check};
 use super::queue::{Shared, lock};
 use super::sm90::Room;
-use super::sm90a;
 use super::variant::Variant;
+use super::{routed, sm90a};
 use crate::backend::Pipeline;
 use crate::contract::{Kernel, MAX_RANK, Params, Spec, Z_PARTS};
 use crate::error::{Error, Result};
@@ -29,7 +29,8 @@ pub(super) struct Function {
     plain: Handle<CUfunc_st>,
     sm90: Option<Handle<CUfunc_st>>,
     sm90a: Option<Handle<CUfunc_st>>,
-    /// Clusters of the last one that fit on the device at once.
+    routed: Option<Handle<CUfunc_st>>,
+    /// Clusters of that for 9.0 alone that fit on the device at once.
     pub(super) clusters: u32,
 }
 
@@ -38,9 +39,10 @@ impl Function {
     pub(super) fn serves(&self, kernel: Kernel, params: &Params) -> (Variant, Handle<CUfunc_st>) {
         let decode = matches!(kernel, Kernel::BgmvShrink | Kernel::BgmvExpand);
         let usual = !decode || params.z_parts >= Z_PARTS;
-        match (self.sm90a, self.sm90) {
-            (Some(function), _) if sm90a::serves(kernel, params) => (Variant::Sm90a, function),
-            (_, Some(function)) if usual => (Variant::Sm90, function),
+        match (self.routed, self.sm90a, self.sm90) {
+            (Some(function), ..) if routed::serves(kernel, params) => (Variant::Routed, function),
+            (_, Some(function), _) if sm90a::serves(kernel, params) => (Variant::Sm90a, function),
+            (.., Some(function)) if usual => (Variant::Sm90, function),
             _ => (Variant::Plain, self.plain),
         }
     }
@@ -95,9 +97,11 @@ pub(super) fn load(shared: &Shared, kernel: Kernel, spec: Spec) -> Result<Pipeli
         let serves = fits && variant.serves(device.capability, kernel, spec);
         serves.then(|| function(variant)).transpose()
     };
-    let (sm90, sm90a) = (faster(Variant::Sm90)?, faster(Variant::Sm90a)?);
+    let [sm90, sm90a, routed] = [Variant::Sm90, Variant::Sm90a, Variant::Routed].map(&mut faster);
+    let (sm90, sm90a, routed) = (sm90?, sm90a?, routed?);
     let clusters = sm90a.map_or(Ok(0), |function| clusters(function, kernel, room))?;
-    let function = Arc::new(Function { backend: shared.id, plain: function(Variant::Plain)?, sm90, sm90a, clusters });
+    let plain = function(Variant::Plain)?;
+    let function = Arc::new(Function { backend: shared.id, plain, sm90, sm90a, routed, clusters });
     loaded.functions.insert((kernel, spec), function.clone());
     Ok(Pipeline::new(kernel, spec, function))
 }
@@ -221,8 +225,9 @@ mod tests {
 
     #[test]
     fn decode_without_room_for_parts_is_served_by_the_plain_kernels_and_prefill_of_many_ranks_by_the_widest() {
-        let [plain, fast, wide] = [1, 2, 3].map(|at| Handle(ptr::without_provenance_mut(at)));
-        let function = Function { backend: 0, plain, sm90: Some(fast), sm90a: Some(wide), clusters: 15 };
+        let [plain, fast, wide, short] = [1, 2, 3, 4].map(|at| Handle(ptr::without_provenance_mut(at)));
+        let (sm90, sm90a, routed) = (Some(fast), Some(wide), Some(short));
+        let function = Function { backend: 0, plain, sm90, sm90a, routed, clusters: 15 };
         let packed = Params { packs_at: 40, z_parts: Z_PARTS, ..Params::default() };
         for (kernel, params, expected) in [
             (Kernel::BgmvShrink, packed, Variant::Sm90),
@@ -234,6 +239,8 @@ mod tests {
             (Kernel::SgmvShrink, Params { x_rows_at: 8, ..Params::default() }, Variant::Sm90),
             (Kernel::SgmvShrink, Params { sites: 3, max_rank: 32, ..Params::default() }, Variant::Sm90),
             (Kernel::SgmvShrink, Params { sites: 3, max_rank: 33, ..Params::default() }, Variant::Sm90a),
+            (Kernel::SgmvShrink, Params { counts_at: 8, sites: 1, max_rank: 64, ..Params::default() }, Variant::Routed),
+            (Kernel::SgmvShrink, Params { counts_at: 8, sites: 1, max_rank: 65, ..Params::default() }, Variant::Sm90a),
             (Kernel::SgmvExpand, Params { max_rank: 32, ..Params::default() }, Variant::Sm90),
             (Kernel::SgmvExpand, Params { max_rank: 256, ..Params::default() }, Variant::Sm90a),
             (Kernel::SgmvExpand, Params { max_rank: 257, ..Params::default() }, Variant::Sm90),

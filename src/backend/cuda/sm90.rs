@@ -20,9 +20,8 @@ const SHRINKS_RESIDENT: u32 = 2;
 /// Warps of a block of the prefill expand that work, beside one that fetches; blocks that fit on a multiprocessor.
 const PREFILL_WARPS: u32 = 7;
 const EXPANDS_RESIDENT: u32 = 2;
-/// Bytes that such a block needs beside its rings, and places for B.
-const PREFILL_OWN: u32 = 3_456;
-const PREFILL_PLACES: u32 = 2;
+/// Bytes that such a block needs beside its rings and its places for B.
+const PREFILL_OWN: u32 = 3_840;
 
 /// Warps of a block of the decode shrink, and of the decode expand.
 const SHRINK_WARPS: u32 = 8;
@@ -73,7 +72,7 @@ pub(super) fn block(kernel: Kernel, max_rank: u32, room: Room) -> (u32, u32) {
             let (outputs, chunks) = prefill_block(max_rank);
             // A warp's ring holds a tile of y, and of z where that is kept.
             let ring = outputs * 32 + if max_rank <= 64 { chunks * 1024 } else { 0 };
-            let places = PREFILL_PLACES * outputs * chunks * RANKS * 2;
+            let places = if max_rank <= 32 { 4 } else { 2 } * outputs * chunks * RANKS * 2;
             ((PREFILL_WARPS + 1) * 32, PREFILL_OWN + places + PREFILL_WARPS * ring)
         }
         _ => (THREADS, 0),
@@ -202,13 +201,14 @@ impl Chain {
         let (operands, kernel) = (launch.operands(), launch.pipeline().kernel());
         let unwritten =
             |read: &[Region]| !self.written.iter().any(|w| read.iter().any(|region| region.same_allocation(w)));
-        let early = able && self.open && unwritten(&operands[..3]);
+        // A kernel that applies no pairs waits before it reads anything.
+        let early = able && self.open && (!kernel.is_pair() || unwritten(&operands[..3]));
         // x, or what lies behind z.
         let activations = if kernel.is_expand() { operands.get(4..) } else { operands.get(3..4) };
         let ahead = !early || unwritten(activations.unwrap_or_default());
-        // The prefill kernels let the next launch start only when the one before them has ended, but for a shrink that
-        // reads x at once: that waits only before it writes z.
-        let ended = kernel == Kernel::SgmvExpand || (kernel == Kernel::SgmvShrink && !ahead);
+        // Prefill kernels, and those without pairs, let the next launch start only when the one before them has ended, but for a
+        // shrink that reads x at once: that waits only before it writes z.
+        let ended = kernel == Kernel::SgmvExpand || (kernel == Kernel::SgmvShrink && !ahead) || !kernel.is_pair();
         if !early || ended {
             self.written.clear();
         }
@@ -356,6 +356,26 @@ mod tests {
         assert!(!early(&mut chain, &shrinks(&a), false), "a kernel that doesn't wait by itself");
         chain.cut();
         assert!(!early(&mut chain, &shrinks(&a), true), "after a write or copy");
+    }
+
+    #[test]
+    fn a_kernel_without_pairs_starts_early_whatever_is_written_and_what_reads_its_batch_waits_for_it() {
+        let regions: Vec<Region> = (1..8).map(memory).collect();
+        let [batch, experts, rows, tables, weights, x, z] = &regions[..] else { unreachable!() };
+        let make = pipeline(Kernel::ExpertRows);
+        let routing = Params { rows: 4, experts: 1, top_k: 1, slot_stride: 1, ..Params::default() };
+        let made = [batch, experts, rows].map(Clone::clone);
+        let shrink = pipeline(Kernel::BgmvShrink);
+        let a = [rows, tables, weights, x, z].map(Clone::clone);
+        let mut chain = Chain::default();
+        let early = |chain: &mut Chain, launch: &Launch<'_>| chain.link(launch, true).early;
+        let shrinks = Launch::new(&shrink, &a, params(64, 64, 16)).unwrap();
+        let makes = Launch::new(&make, &made, routing).unwrap();
+        assert!(!early(&mut chain, &shrinks), "nothing before it in the list");
+        assert!(early(&mut chain, &makes));
+        assert!(!early(&mut chain, &shrinks), "its batch may still be being made");
+        assert!(early(&mut chain, &makes));
+        assert!(early(&mut chain, &makes));
     }
 
     /// Memory that prefill launches name.

@@ -1,7 +1,7 @@
 //! How each kernel is written for which devices, and which of that a device runs.
 
 use super::sm90::{self, Room};
-use super::sm90a;
+use super::{routed, sm90a};
 use crate::contract::{Kernel, MAX_RANK, Spec, THREADS};
 use crate::dtype::DType;
 
@@ -28,7 +28,8 @@ const fn sm90_ptx(kernel: Kernel) -> &'static str {
         Kernel::BgmvExpand => include_str!("../../../kernels-cuda/ptx/bgmv_expand_sm90.ptx"),
         Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink_sm90.ptx"),
         Kernel::SgmvExpand => include_str!("../../../kernels-cuda/ptx/sgmv_expand_sm90.ptx"),
-        Kernel::ExpertRows | Kernel::ExpertTiles => ptx(kernel),
+        Kernel::ExpertRows => include_str!("../../../kernels-cuda/ptx/expert_rows_sm90.ptx"),
+        Kernel::ExpertTiles => include_str!("../../../kernels-cuda/ptx/expert_tiles_sm90.ptx"),
     }
 }
 
@@ -37,6 +38,14 @@ const fn sm90a_ptx(kernel: Kernel) -> &'static str {
     match kernel {
         Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink_sm90a.ptx"),
         Kernel::SgmvExpand => include_str!("../../../kernels-cuda/ptx/sgmv_expand_sm90a.ptx"),
+        _ => sm90_ptx(kernel),
+    }
+}
+
+/// The PTX of [`Variant::Routed`], made by the same, of kernels with that variant.
+const fn routed_ptx(kernel: Kernel) -> &'static str {
+    match kernel {
+        Kernel::SgmvShrink => include_str!("../../../kernels-cuda/ptx/sgmv_shrink_routed.ptx"),
         _ => sm90_ptx(kernel),
     }
 }
@@ -52,6 +61,8 @@ pub(super) enum Variant {
     Sm90,
     /// With products of warpgroups ([`sm90a`]): prefill of many ranks, beside [`Variant::Sm90`], on 9.0 and no other.
     Sm90a,
+    /// For the many short segments of routed layers ([`routed`]), from 9.0 on.
+    Routed,
 }
 
 /// Where a variant serves.
@@ -64,6 +75,7 @@ struct Measured {
 const BF16: Spec = Spec { act: DType::Bf16, weight: DType::Bf16 };
 const F16: Spec = Spec { act: DType::F16, weight: DType::F16 };
 const PAIRS: &[Kernel] = &[Kernel::BgmvShrink, Kernel::BgmvExpand, Kernel::SgmvShrink, Kernel::SgmvExpand];
+const ROUTING: &[Kernel] = &[Kernel::ExpertRows, Kernel::ExpertTiles];
 const PREFILL: &[Kernel] = &[Kernel::SgmvShrink, Kernel::SgmvExpand];
 
 /// Variants that were measured to be worth it, wherever they run; what no entry names runs the plain one. `lorapool bench --tune`
@@ -72,20 +84,25 @@ const PREFILL: &[Kernel] = &[Kernel::SgmvShrink, Kernel::SgmvExpand];
 const MEASURED: &[Measured] = &[
     Measured { spec: BF16, kernels: PAIRS, variant: Variant::Sm90 },
     Measured { spec: F16, kernels: PAIRS, variant: Variant::Sm90 },
+    Measured { spec: BF16, kernels: ROUTING, variant: Variant::Sm90 },
+    Measured { spec: F16, kernels: ROUTING, variant: Variant::Sm90 },
     Measured { spec: BF16, kernels: PREFILL, variant: Variant::Sm90a },
     Measured { spec: F16, kernels: &[Kernel::SgmvShrink], variant: Variant::Sm90a },
+    Measured { spec: BF16, kernels: &[Kernel::SgmvShrink], variant: Variant::Routed },
+    Measured { spec: F16, kernels: &[Kernel::SgmvShrink], variant: Variant::Routed },
 ];
 
 impl Variant {
     /// All, the plainest first.
-    pub(super) const ALL: [Variant; 3] = [Variant::Plain, Variant::Sm90, Variant::Sm90a];
+    pub(super) const ALL: [Variant; 4] = [Variant::Plain, Variant::Sm90, Variant::Sm90a, Variant::Routed];
 
-    /// `plain`, `sm90` or `sm90a`.
+    /// `plain`, `sm90`, `sm90a` or `routed`.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Variant::Plain => "plain",
             Variant::Sm90 => "sm90",
             Variant::Sm90a => "sm90a",
+            Variant::Routed => "routed",
         }
     }
 
@@ -93,7 +110,7 @@ impl Variant {
     pub(super) fn runs_on(self, capability: (i32, i32)) -> bool {
         match self {
             Variant::Plain => capability >= (7, 0),
-            Variant::Sm90 => capability >= (9, 0),
+            Variant::Sm90 | Variant::Routed => capability >= (9, 0),
             Variant::Sm90a => capability == (9, 0),
         }
     }
@@ -107,6 +124,7 @@ impl Variant {
     /// Its PTX.
     pub(super) fn ptx(self, kernel: Kernel) -> &'static str {
         match self {
+            Self::Routed => routed_ptx(kernel),
             Self::Sm90a => sm90a_ptx(kernel),
             Self::Sm90 => sm90_ptx(kernel),
             Self::Plain => ptx(kernel),
@@ -122,6 +140,7 @@ impl Variant {
     pub(super) fn block(self, kernel: Kernel, room: Room) -> (u32, u32) {
         // With more ranks a block may have fewer warps, with more memory for each.
         let blocks = (1..=MAX_RANK).map(|rank| match self {
+            Self::Routed => routed::block(),
             Self::Sm90a => sm90a::block(kernel, rank),
             Self::Sm90 => sm90::block(kernel, rank, room),
             Self::Plain => (THREADS, 0),
@@ -161,10 +180,11 @@ mod tests {
         let made_for = |text: &str, target| text.contains(&format!("\n.version 8.0\n.target {target}\n"));
         for kernel in Kernel::ALL {
             assert!(made_for(ptx(kernel), "sm_70"), "{}", kernel.name());
-            let target = if kernel.is_pair() { "sm_90" } else { "sm_70" };
+            let target = if kernel.is_tokens() { "sm_70" } else { "sm_90" };
             assert!(made_for(sm90_ptx(kernel), target), "{}", kernel.name());
         }
         assert!(PREFILL.iter().all(|kernel| made_for(sm90a_ptx(*kernel), "sm_90a")));
+        assert!(made_for(routed_ptx(Kernel::SgmvShrink), "sm_90"));
     }
 
     #[test]
@@ -177,7 +197,7 @@ mod tests {
         assert_eq!(serving((9, 0), Kernel::SgmvExpand, BF16), ["plain", "sm90", "sm90a"]);
         assert_eq!(serving((9, 0), Kernel::SgmvExpand, F16), ["plain", "sm90"]);
         assert_eq!(serving((9, 0), Kernel::BgmvShrink, F16), ["plain", "sm90"]);
-        assert_eq!(serving((10, 0), Kernel::SgmvShrink, F16), ["plain", "sm90"]);
-        assert_eq!(serving((10, 0), Kernel::ExpertRows, BF16), ["plain"]);
+        assert_eq!(serving((10, 0), Kernel::SgmvShrink, F16), ["plain", "sm90", "routed"]);
+        assert_eq!(serving((10, 0), Kernel::ExpertRows, BF16), ["plain", "sm90"]);
     }
 }

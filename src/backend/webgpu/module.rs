@@ -25,7 +25,7 @@ pub fn source(kernel: Kernel) -> String {
     }
     debug_assert_eq!(Language::Wgsl.path(), "kernels-wgsl/contract.wgsl");
     let half: &[&str] = match kernel {
-        Kernel::ExpertRows | Kernel::ExpertTiles => &[],
+        Kernel::ExpertRows | Kernel::ExpertTiles => &[text!("routed")],
         Kernel::OverlayEmbed | Kernel::OverlayLogits => &[text!("common"), text!("overlay")],
         _ if kernel.is_expand() => &[text!("common"), text!("expand")],
         _ => &[text!("common"), text!("shrink")],
