@@ -78,7 +78,7 @@ impl ExpertRig {
     }
 
     /// Captures one step of `case`: each routed layer's batch of rows, then its linears, all in one graph.
-    fn prepare(&self, case: &Case, seed: u64) -> Result<Step> {
+    pub fn prepare(&self, case: &Case, seed: u64) -> Result<Step> {
         let slots = case.slots(seed);
         let rows = self.rows(case)?;
         let drawn = self.routed.draw(case.rows, seed);

@@ -237,8 +237,10 @@ impl Bench {
         let layers = if base.is_some() { layers } else { layers.min(most) };
         let (work, experts_left_out) = match (&base, self.experts) {
             (None, false) => (Work::Linears(rig::llama(layers)), 0),
-            (None, true) => (Work::Experts(Routed::qwen3(layers, self.top_k)?), 0),
-            (Some(base), true) => (Work::Experts(Routed::of_base(base, layers, self.top_k)?), 0),
+            (None, true) => (Work::Experts(Routed::qwen3(layers, self.top_k).map_err(Failure::usage)?), 0),
+            (Some(base), true) => {
+                (Work::Experts(Routed::of_base(base, layers, self.top_k).map_err(Failure::usage)?), 0)
+            }
             (Some(base), false) => {
                 let mut sites = adapters::pool_spec(Some(base), [], 1, self.dtype)?.sites;
                 sites.retain(|site| site.id.layer < layers);

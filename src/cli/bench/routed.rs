@@ -3,8 +3,6 @@
 use lorapool::adapter::{BaseModel, ExpertLinear, SiteId};
 use lorapool::conformance::Dice;
 
-use super::super::failure::Failure;
-
 /// The routed linears of one layer.
 #[derive(Clone, Debug)]
 pub struct Layer {
@@ -59,7 +57,10 @@ impl Layer {
 
 impl Routed {
     /// Those of Qwen3-30B-A3B: gate and up in one.
-    pub fn qwen3(layers: usize, top_k: Option<u32>) -> Result<Self, Failure> {
+    ///
+    /// # Errors
+    /// What is wrong with `top_k`.
+    pub fn qwen3(layers: usize, top_k: Option<u32>) -> Result<Self, String> {
         let linear = |layer: usize, name: &str, in_features, out_features| {
             let site = SiteId::from_path(&format!("model.layers.{layer}.mlp.experts.{name}"));
             ExpertLinear { site, experts: 128, in_features, out_features }
@@ -70,33 +71,36 @@ impl Routed {
     }
 
     /// Those of a base, the first `layers` of its layers.
-    pub fn of_base(base: &BaseModel, layers: usize, top_k: Option<u32>) -> Result<Self, Failure> {
+    ///
+    /// # Errors
+    /// What there is not, or is wrong with the experts of a token.
+    pub fn of_base(base: &BaseModel, layers: usize, top_k: Option<u32>) -> Result<Self, String> {
         let linears: Vec<ExpertLinear> =
             base.experts().iter().filter(|linear| linear.site.layer < layers).cloned().collect();
         if linears.is_empty() {
             let which = if base.experts().is_empty() { "it" } else { "its first layers" };
-            return Err(Failure::usage(format!("{}: found no routed experts in {which} to time", base.source())));
+            return Err(format!("{}: found no routed experts in {which} to time", base.source()));
         }
         let said = || base.experts_per_token().and_then(|count| u32::try_from(count).ok());
         let top_k = top_k.or_else(said).ok_or_else(|| {
             let what = "config.json has no num_experts_per_tok, expected it or --top-k N: how many experts a token has";
-            Failure::usage(format!("{}: {what}", base.source()))
+            format!("{}: {what}", base.source())
         })?;
         Self::new(&linears, top_k)
     }
 
-    fn new(linears: &[ExpertLinear], top_k: u32) -> Result<Self, Failure> {
+    fn new(linears: &[ExpertLinear], top_k: u32) -> Result<Self, String> {
         let owner = |linear: &ExpertLinear| linear.site.path.rsplit_once('.').map(|(owner, _)| owner.to_owned());
         let mut layers = Vec::new();
         for list in linears.chunk_by(|a, b| owner(a) == owner(b)) {
             let (of_tokens, of_rows) = list.iter().cloned().partition(ExpertLinear::reads_tokens);
             let experts = list[0].experts as u32;
             if top_k > experts {
-                return Err(Failure::usage(format!(
+                return Err(format!(
                     "{top_k} experts a token (--top-k, or else num_experts_per_tok of config.json), expected at most {experts}, \
                      as many as {} has",
                     list[0].site.path
-                )));
+                ));
             }
             layers.push(Layer { experts, of_tokens, of_rows });
         }
@@ -191,7 +195,7 @@ mod tests {
         let mut all = Routed::qwen3(1, Some(128)).unwrap().draw(1, 0)[0].experts.clone();
         all.sort_unstable();
         assert!(all.into_iter().eq(0..128));
-        assert!(Routed::qwen3(1, Some(129)).unwrap_err().message().contains("--top-k"));
+        assert!(Routed::qwen3(1, Some(129)).unwrap_err().contains("--top-k"));
     }
 
     #[test]
