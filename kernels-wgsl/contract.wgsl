@@ -144,7 +144,7 @@ struct Params {
     // Rows that x holds where `x_rows_at` is not 0; a row that names a later one reads zeros. expert_rows: tokens
     // of the batch.
     x_rows: u32,
-    // Experts of the routed layer (expert_rows).
+    // Experts of the routed layer (expert_rows); in kernels that apply pairs 0 where slots aren't those of experts.
     experts: u32,
     // Rows that one token has, each with an expert of its own (expert_rows).
     top_k: u32,

@@ -102,7 +102,7 @@ pub struct Case {
     pub gather: u32,
     /// Whether the batch has packs, so that kernels may take a slot's rows together and leave z in parts.
     pub packs: bool,
-    /// Whether the batch tells how many of its tiles are in use, and has some more.
+    /// Whether slots are said to be those of experts, and the batch tells how many of its tiles are in use, and has some more.
     pub counted: bool,
     /// Whether x, y and z lie in one allocation.
     pub one_allocation: bool,

@@ -273,6 +273,7 @@ impl<'b> Rig<'b> {
             x_rows: case.gather,
             packs_at: self.packs_at,
             counts_at: self.counts_at,
+            experts: case.counted.into(),
             z_parts: if self.parts.is_some() { self.backend.caps().z_parts } else { 0 },
             ..window.params(case.slots)
         };

@@ -240,6 +240,7 @@ impl Applier {
             max_rank: layout.max_rank(),
             tiles_at: capacity.tiles_at(),
             tiles: if op == Op::Sgmv { capacity.tiles } else { 0 },
+            counts_at: if op == Op::Sgmv { capacity.counts_at() } else { 0 },
             packs_at: if op == Op::Bgmv { capacity.packs_at() } else { 0 },
             z_parts: self.scratch.parts(op),
             ..Params::default()

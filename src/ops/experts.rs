@@ -322,6 +322,7 @@ impl ExpertApplier {
             counts_at: if op == Op::Sgmv { places.counts_at } else { 0 },
             x_rows_at: if group.tokens == 0 { 0 } else { places.x_rows_at },
             x_rows: group.tokens,
+            experts: pool.sites()[group.sites[0]].experts,
             z_parts: self.scratch.parts(op),
             ..Params::default()
         };

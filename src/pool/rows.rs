@@ -77,7 +77,7 @@ impl Plan {
         Capacity { rows, tiles, packs }
     }
 
-    /// The batch as kernels recorded for `capacity` read it: rows, then tiles, then packs, the rest of each empty.
+    /// The batch as kernels recorded for `capacity` read it: rows, the number of tiles, then tiles and packs, the rest of each empty.
     ///
     /// # Errors
     /// [`Error::Limit`] when the batch has more rows, tiles or packs than `capacity`.
@@ -88,6 +88,7 @@ impl Plan {
         bytes.extend_from_slice(bytemuck::cast_slice(&self.rows));
         let spare_row = RowRef { slot: -1, scale: 0.0 };
         (own.rows..capacity.rows).for_each(|_| bytes.extend_from_slice(bytemuck::bytes_of(&spare_row)));
+        bytes.extend_from_slice(bytemuck::cast_slice(&[own.tiles, 0, 0, 0]));
         bytes.extend_from_slice(bytemuck::cast_slice(&self.tiles));
         let spare_tile = Tile { slot: -1, ..Tile::default() };
         (own.tiles..capacity.tiles).for_each(|_| bytes.extend_from_slice(bytemuck::bytes_of(&spare_tile)));
@@ -97,6 +98,9 @@ impl Plan {
         Ok(bytes)
     }
 }
+
+/// Words of the batch operand for the number of tiles in use: one, and what keeps tiles at multiples of 8 bytes.
+const COUNTS: u32 = 4;
 
 /// Rows by slot, slots in the order of their first rows.
 fn packs(rows: &[RowRef]) -> Vec<Pack> {
@@ -142,9 +146,14 @@ impl Capacity {
         }
     }
 
+    /// Word offset in the batch operand of the number of tiles in use.
+    pub fn counts_at(self) -> u32 {
+        self.rows * 2
+    }
+
     /// Word offset of the tiles in the batch operand.
     pub fn tiles_at(self) -> u32 {
-        self.rows * 2
+        self.counts_at() + COUNTS
     }
 
     /// Word offset of the packs in the batch operand.
@@ -155,7 +164,10 @@ impl Capacity {
     /// Bytes of the batch operand.
     pub fn bytes(self) -> u64 {
         let part = |count: u32, size: usize| u64::from(count) * size as u64;
-        part(self.rows, size_of::<RowRef>()) + part(self.tiles, size_of::<Tile>()) + part(self.packs, size_of::<Pack>())
+        part(self.rows, size_of::<RowRef>())
+            + part(COUNTS, 4)
+            + part(self.tiles, size_of::<Tile>())
+            + part(self.packs, size_of::<Pack>())
     }
 }
 
@@ -214,10 +226,12 @@ mod tests {
         }
         let capacity = Capacity { rows: 5, tiles: 4, packs: 4 };
         let bytes = plan.encode(capacity).unwrap();
-        assert_eq!(bytes.len(), 5 * 8 + 4 * 16 + 4 * 48);
+        assert_eq!(bytes.len(), 5 * 8 + 16 + 4 * 16 + 4 * 48);
         assert_eq!(bytes.len() as u64, capacity.bytes());
         assert_eq!(bytes[4 * 8..4 * 8 + 4], (-1i32).to_le_bytes());
-        assert_eq!(bytes[5 * 8 + 3 * 16..5 * 8 + 3 * 16 + 4], (-1i32).to_le_bytes());
+        assert_eq!(bytes[5 * 8..5 * 8 + 4], 3u32.to_le_bytes(), "tiles in use");
+        let last = capacity.tiles_at() as usize * 4 + 3 * 16;
+        assert_eq!(bytes[last..last + 4], (-1i32).to_le_bytes());
         let packs = capacity.packs_at() as usize * 4;
         let slots = [0, 1, 2, 3].map(|pack| i32::from_le_bytes(*bytes[packs + pack * 48..].first_chunk().unwrap()));
         assert_eq!(slots, [0, 1, -1, -1]);

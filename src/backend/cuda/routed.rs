@@ -12,10 +12,10 @@ const PASSES: u32 = 4;
 const BLOCK: (u32, u32) = (256, 115_456);
 const RESIDENT: u32 = 2;
 
-/// Whether a launch is one for it: of a routed layer, by the shapes of its pool alone, since its sums have bits of their own.
+/// Whether a launch is faster here: of experts, few ranks. Sums have the bits of those of [`sm90`](super::sm90).
 pub(super) fn serves(kernel: Kernel, params: &Params) -> bool {
     let passes = params.sites * params.max_rank.div_ceil(RANKS);
-    kernel == Kernel::SgmvShrink && params.counts_at != 0 && passes <= PASSES
+    kernel == Kernel::SgmvShrink && params.experts != 0 && passes <= PASSES
 }
 
 /// Threads of a block, and bytes of shared memory that it asks for.
@@ -36,8 +36,8 @@ mod tests {
 
     #[test]
     fn the_kernel_serves_shrinks_of_routed_layers_with_few_ranks_and_no_others() {
-        let of = |kernel, counts_at, sites, max_rank| {
-            serves(kernel, &Params { counts_at, sites, max_rank, ..Params::default() })
+        let of = |kernel, experts, sites, max_rank| {
+            serves(kernel, &Params { experts, sites, max_rank, ..Params::default() })
         };
         assert!(of(Kernel::SgmvShrink, 40, 1, 64) && of(Kernel::SgmvShrink, 40, 2, 32));
         assert!(!of(Kernel::SgmvShrink, 40, 2, 33) && !of(Kernel::SgmvShrink, 0, 1, 16));
