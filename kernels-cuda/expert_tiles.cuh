@@ -40,7 +40,8 @@ DEVICE void expert_tiles(u32* rows, const Params& p) {
         // Rows past the last one have no slot.
         while (last < end && slots[last] == slot) last++;
         u32* const tile = tiles + 4ull * at;
-        tile[0] = (u32)slot, tile[1] = (u32)row, tile[2] = last - thread, tile[3] = 0;
+        // The counts are memory's, and not trusted.
+        if (at < p.rows) tile[0] = (u32)slot, tile[1] = (u32)row, tile[2] = last - thread, tile[3] = 0;
     }
     if (row < p.rows && row >= all) {
         u32* const tile = tiles + 4 * row;

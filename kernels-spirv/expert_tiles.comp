@@ -67,7 +67,10 @@ void main() {
         while (last < end && slots[last] == slot) {
             last++;
         }
-        put_tile(at, index, uint[3](uint(slot), row, last - thread));
+        // The counts are memory's, and not trusted.
+        if (index < rows) {
+            put_tile(at, index, uint[3](uint(slot), row, last - thread));
+        }
     }
     if (row < rows && row >= all) {
         put_tile(at, row, uint[3](0xffffffffu, 0u, 0u));

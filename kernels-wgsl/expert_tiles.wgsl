@@ -62,7 +62,10 @@ fn expert_tiles(
         while last < end && slots[last] == slot {
             last++;
         }
-        put_tile(index, slot, row, last - thread);
+        // The counts are memory's, and not trusted.
+        if index < envelope.params.rows {
+            put_tile(index, slot, row, last - thread);
+        }
     }
     if row < envelope.params.rows && row >= atomicLoad(&all) {
         put_tile(row, -1, 0u, 0u);

@@ -196,7 +196,7 @@ impl Rig {
 
     fn launch(&self, encoder: &mut dyn Encoder) -> Result<()> {
         let case = &self.case;
-        let [tiles_at, counts_at, x_rows_at, words] = case.places();
+        let [_, counts_at, x_rows_at, words] = case.places();
         let params = Params {
             rows: case.rows(),
             slots: case.slots,
@@ -220,10 +220,17 @@ impl Rig {
         }
         encoder.launch(&[Launch::new(&self.rows, &operands, params)?])?;
         if case.tiles {
-            let params = Params { rows: case.rows(), tiles_at, tiles: case.rows(), counts_at, ..Params::default() };
-            encoder.launch(&[Launch::new(&self.tiles, &operands[2..3], params)?])?;
+            self.launch_tiles(encoder)?;
         }
         Ok(())
+    }
+
+    fn launch_tiles(&self, encoder: &mut dyn Encoder) -> Result<()> {
+        let [tiles_at, counts_at, _, words] = self.case.places();
+        let rows = self.memory[2].slice(u64::from(self.case.shift + GUARD) * 4, u64::from(words) * 4)?;
+        let params =
+            Params { rows: self.case.rows(), tiles_at, tiles: self.case.rows(), counts_at, ..Params::default() };
+        encoder.launch(&[Launch::new(&self.tiles, &[rows], params)?])
     }
 
     fn check(&self, backend: &dyn GpuBackend, routing: &Routing, check: &mut Check) -> Result<()> {
@@ -263,6 +270,35 @@ fn run(backend: &dyn GpuBackend, case: Case) -> Result<Outcome> {
     Ok(Outcome::Checked(check))
 }
 
+/// Tiles by counts of more than there can be: whatever they become, all else keeps its bits.
+fn hostile(backend: &dyn GpuBackend) -> Result<Outcome> {
+    let case = Case { tokens: 301, one_slot: true, ..Case::default() };
+    let rig = Rig::new(backend, case)?;
+    let routing = case.routing(1);
+    let [tiles_at, counts_at, x_rows_at, _] = case.places();
+    let first = case.shift + GUARD;
+    let counts = vec![case.rows(); (x_rows_at - counts_at) as usize];
+    let part = rig.memory[2].slice(u64::from(first + counts_at) * 4, counts.len() as u64 * 4)?;
+    backend.submit(&mut |encoder| {
+        rig.upload(encoder, &routing)?;
+        rig.launch(encoder)?;
+        encoder.write(&part, bytemuck::cast_slice(&counts))
+    })?;
+    let before = backend.read(&rig.memory[2])?;
+    backend.submit(&mut |encoder| rig.launch_tiles(encoder))?;
+    let after = backend.read(&rig.memory[2])?;
+    let [before, after]: [&[u32]; 2] = [bytemuck::cast_slice(&before), bytemuck::cast_slice(&after)];
+    let own = (first + tiles_at) as usize..=(first + counts_at) as usize;
+    let mut check = Check { elements: before.len() as u64, ..Check::default() };
+    for (i, (want, got)) in
+        before.iter().zip(after).enumerate().filter(|(i, (want, got))| want != got && !own.contains(i))
+    {
+        let site = format!("word {i} of the rows: {got:#x}, want {want:#x}");
+        check.mismatch(Mismatch { site, row: i, column: 0, got: *got as f32, want: f64::from(*want), bound: 0.0 });
+    }
+    Ok(Outcome::Checked(check))
+}
+
 /// All trials of routed batches.
 pub fn trials() -> Vec<Trial> {
     let mut cases = Vec::new();
@@ -283,5 +319,5 @@ pub fn trials() -> Vec<Trial> {
     // More workgroups than 65,535 in one dimension.
     cases.push(Case { tokens: 1_050_000, top_k: 8, tiles: false, x_rows: false, ..Case::default() });
     let trial = |case: Case| Trial::new(format!("expert_rows[{case}]"), move |backend| run(backend, case));
-    cases.into_iter().map(trial).collect()
+    cases.into_iter().map(trial).chain([Trial::new("expert_tiles[hostile counts]", hostile)]).collect()
 }
