@@ -53,3 +53,12 @@ DEVICE void expert_rows(const u32* batch, const u32* experts, u32* rows, const u
     const u32 count = __syncthreads_count(begins_tile(slots));
     if (thread == 0 && row < p.rows) rows[(u64)p.counts_at + 1 + row / THREADS] = count;
 }
+
+// An entry, the same for all types, that first does START.
+#define EXPERT_ROWS_ENTRY(START, act, weight)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) lorapool_expert_rows_##act##_##weight(                       \
+        const u32* __restrict__ batch, const u32* __restrict__ experts, u32* __restrict__ rows,                        \
+        const u32* __restrict__ tokens, const __grid_constant__ Params p) {                                            \
+        START                                                                                                          \
+        expert_rows(batch, experts, rows, tokens, p);                                                                  \
+    }

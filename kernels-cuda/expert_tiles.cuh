@@ -49,3 +49,11 @@ DEVICE void expert_tiles(u32* rows, const Params& p) {
     }
     if (row == 0) rows[p.counts_at] = all;
 }
+
+// An entry, the same for all types, that first does START.
+#define EXPERT_TILES_ENTRY(START, act, weight)                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) lorapool_expert_tiles_##act##_##weight(                      \
+        u32* rows, const __grid_constant__ Params p) {                                                                 \
+        START                                                                                                          \
+        expert_tiles(rows, p);                                                                                         \
+    }

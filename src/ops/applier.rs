@@ -103,7 +103,7 @@ impl Applier {
             spec,
             pairs: PairPipelines::new(backend, spec)?,
             tokens: TokenPipelines::new(backend, pool, spec)?,
-            batch: backend.alloc(capacity.bytes().max(16), "batch")?,
+            batch: backend.alloc(capacity.bytes(), "batch")?,
             scratch,
             capacity,
             bindings: Bindings::of(backend.caps()),
@@ -127,10 +127,7 @@ impl Applier {
     /// [`Error::Limit`] when `plan` exceeds `capacity` or that exceeds [`Applier::capacity`].
     pub fn write_batch(&self, encoder: &mut dyn Encoder, plan: &Plan, capacity: Capacity) -> Result<()> {
         self.check_capacity(capacity)?;
-        match plan.encode(capacity)? {
-            bytes if bytes.is_empty() => Ok(()),
-            bytes => encoder.write(&self.batch, &bytes),
-        }
+        encoder.write(&self.batch, &plan.encode(capacity)?)
     }
 
     /// Records, for up to `capacity` rows of the batch that is written when it runs,

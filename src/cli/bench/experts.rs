@@ -1,6 +1,7 @@
 //! A pool full of synthetic experts, and a step over all routed layers.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use lorapool::adapter::{Adapter, ExpertLinear, ExpertPair, HostMatrix};
@@ -132,7 +133,7 @@ impl ExpertRig {
                 let outputs = linears.iter().enumerate().map(|(i, linear)| (i + 1, linear.out_features));
                 for (i, width) in [(0, first.in_features)].into_iter().chain(outputs) {
                     let (count, width) = (if of_rows || i > 0 { rows } else { tokens }, width as u32);
-                    if let std::collections::btree_map::Entry::Vacant(vacant) = all.entry((of_rows, i, width)) {
+                    if let Entry::Vacant(vacant) = all.entry((of_rows, i, width)) {
                         vacant.insert(rig::activations(&*self.gpu, count, width, self.act)?);
                     }
                 }

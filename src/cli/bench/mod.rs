@@ -229,12 +229,12 @@ impl Bench {
         let layers = self.layers.unwrap_or(usize::MAX);
         let base = adapters::open_base(self.base.as_deref())?;
         let (model, most) = if self.experts { ("Qwen3-30B-A3B", 48) } else { ("Llama-3.1-8B", 32) };
-        let name = match (&self.base, layers.min(most)) {
+        let layers = if base.is_some() { layers } else { layers.min(most) };
+        let name = match (&self.base, layers) {
             (Some(dir), _) => dir.display().to_string(),
             (None, 1) => format!("{model}, 1 layer"),
             (None, more) => format!("{model}, {more} layers"),
         };
-        let layers = if base.is_some() { layers } else { layers.min(most) };
         let (work, experts_left_out) = match (&base, self.experts) {
             (None, false) => (Work::Linears(rig::llama(layers)), 0),
             (None, true) => (Work::Experts(Routed::qwen3(layers, self.top_k).map_err(Failure::usage)?), 0),

@@ -20,7 +20,7 @@ type Weight = [usize; 5];
 /// group for each expert. Inputs lie row by row, sorted by expert. Layers share weights, as few as a cache can't keep.
 ///
 /// # Errors
-/// [`Error::Unavailable`] where there is no such library, or where it or the device's memory can't take them.
+/// [`Error::Unavailable`] where there is no such library; what it and the device's memory say, for [`unavailable`].
 pub fn time(
     gpu: &dyn GpuBackend,
     routed: &Routed,
@@ -30,28 +30,8 @@ pub fn time(
     samples: usize,
 ) -> Result<Times> {
     // First without any: weights are gigabytes.
-    let timed = gpu.capture_products(act, &[]).and_then(|_| try_time(gpu, routed, tokens, seed, act, samples));
-    timed.map_err(|error| match error {
-        Error::Driver { .. } | Error::OutOfMemory { .. } => {
-            Error::Unavailable { backend: gpu.caps().backend, reason: error.to_string() }
-        }
-        other => other,
-    })
-}
-
-fn try_time(
-    gpu: &dyn GpuBackend,
-    routed: &Routed,
-    tokens: u32,
-    seed: u64,
-    act: DType,
-    samples: usize,
-) -> Result<Times> {
-    let matrix = |rows: u64, width: usize| -> Result<Region> {
-        let region = gpu.alloc((rows * width as u64 * act.size()).next_multiple_of(4), "base model")?;
-        rig::fill(gpu, &region, &rig::random(act, 1 << 20, 1.0, width as u64))?;
-        Ok(region)
-    };
+    gpu.capture_products(act, &[])?;
+    let matrix = |rows: u64, width: usize| rig::matrix(gpu, rows, width as u32, act, "base model");
     let rows = u64::from(tokens) * u64::from(routed.top_k);
     let counts: Vec<Vec<u32>> = routed.draw(tokens, seed).iter().map(|routes| routes.counts()).collect();
     let bytes = |linear: &ExpertLinear| (linear.experts * linear.in_features * linear.out_features) as u64 * act.size();
@@ -86,4 +66,14 @@ fn try_time(
     let products: Vec<Product<'_>> = products.collect();
     let graph = gpu.capture_products(act, &products)?;
     rig::time(gpu, &|| graph.replay(), samples)
+}
+
+/// What the library or the device's memory can't take, as a time that there is not.
+pub fn unavailable(gpu: &dyn GpuBackend, error: Error) -> Error {
+    match error {
+        Error::Driver { .. } | Error::OutOfMemory { .. } => {
+            Error::Unavailable { backend: gpu.caps().backend, reason: error.to_string() }
+        }
+        other => other,
+    }
 }

@@ -137,12 +137,16 @@ pub fn fill(gpu: &dyn GpuBackend, region: &Region, block: &[u8]) -> Result<()> {
     Ok(())
 }
 
+/// Memory of `rows` rows of `width` elements without padding, filled.
+pub fn matrix(gpu: &dyn GpuBackend, rows: u64, width: u32, act: DType, label: &str) -> Result<Region> {
+    let region = gpu.alloc((rows * u64::from(width) * act.size()).next_multiple_of(4), label)?;
+    fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
+    Ok(region)
+}
+
 /// Activations of `rows` rows, filled.
 pub fn activations(gpu: &dyn GpuBackend, rows: u32, width: u32, act: DType) -> Result<Matrix> {
-    let len = (u64::from(rows) * u64::from(width) * act.size()).next_multiple_of(4);
-    let region = gpu.alloc(len, "activations")?;
-    fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
-    Ok(Matrix::new(region, width))
+    Ok(Matrix::new(matrix(gpu, rows.into(), width, act, "activations")?, width))
 }
 
 /// A pool whose slots all hold synthetic adapters of its largest rank.
@@ -285,12 +289,7 @@ pub struct Step {
 /// # Errors
 /// [`Error::Unavailable`](lorapool::Error::Unavailable) where there is no such library.
 pub fn base(gpu: &dyn GpuBackend, sites: &[SiteSpec], rows: u32, act: DType, samples: usize) -> Result<Times> {
-    let matrix = |rows: u32, width: u32| -> Result<Region> {
-        let len = (u64::from(rows) * u64::from(width) * act.size()).next_multiple_of(4);
-        let region = gpu.alloc(len, "base model")?;
-        fill(gpu, &region, &random(act, 1 << 20, 1.0, width.into()))?;
-        Ok(region)
-    };
+    let matrix = |rows: u32, width: u32| matrix(gpu, rows.into(), width, act, "base model");
     let mut weights: BTreeMap<&LoraModule, Region> = BTreeMap::new();
     let mut activations: BTreeMap<(bool, u32), Region> = BTreeMap::new();
     for site in sites {

@@ -82,7 +82,8 @@ impl Shapes {
     pub fn base(&self, gpu: &dyn GpuBackend, rows: u32, seed: u64, dtype: DType, samples: usize) -> Result<Times> {
         match &self.work {
             Work::Linears(sites) => rig::base(gpu, sites, rows, dtype, samples),
-            Work::Experts(routed) => products::time(gpu, routed, rows, seed, dtype, samples),
+            Work::Experts(routed) => products::time(gpu, routed, rows, seed, dtype, samples)
+                .map_err(|error| products::unavailable(gpu, error)),
         }
     }
 }
